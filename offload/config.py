@@ -26,30 +26,36 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Bytes of each unit of a size, by its name in lower case: "kb" is 1000, "kib" 1024.
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 
 LEAST_WITHOUT_UNIT = 1 << 20
-"""Nobody writes so few bytes: whoever gives a smaller number as text has left out its unit."""
+"""Least size that may be given as text without a unit: the unit of a smaller one has been left out, as in "64"."""
 LEAST_BUDGET = 1 << 12
-"""Fewest bytes of a budget that is not 0, a page of memory: also an integer below it has left out its unit."""
+"""Fewest bytes of a budget that is not 0: a page of memory. The unit of a smaller integer has been left out, too."""
 
 MAX_BYTES = (1 << 63) - 1
 MAX_INTEGER = (1 << 62) - 1
 MAX_SHARE = 1e100
 EXACT_NAMES = ("*embed*", "*lm_head*", "*output_layer*", "*wte*", "*wpe*")
-"""What embeddings and output layers are called: few rows have a gradient in a step, and each row is a token's own."""
+"""Usual names of embeddings and output layers, whose state "compact8" keeps exact by default.
+
+Few rows of these have a gradient in a step, and each row is a token's own.
+"""
 
 MAX_THREADS = 1024
 BORROW = "borrow"
+"""The value of `gpu_memory` that uses a GPU's memory between backward and forward alone."""
 OVERLAPS = ("off", "forward", "backward", "both", "auto")
 MAX_HOLDERS = 1 << 16
+"""Most processes that may use a path at a time; see `OffloadConfig.path_lock`."""
 
 
 _BITS = re.compile(r"[KMGT]i?b\s*$", re.ASCII)
-"""How a number of bits is written, as of networks; "gb" and "GB" are bytes."""
+"""The end of a text that means bits, as of networks: "8Gb". "8gb" and "8GB" are bytes."""
 
 
 _SIZE_ADVICE = 'give bytes as an integer >= 0, or a string such as "8GiB" or "500MB"'
@@ -64,28 +70,31 @@ def parse_bytes(field: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(field, value, _SIZE_ADVICE)
     size: Decimal | int = _parse_size(field, value) if isinstance(value, str) else value
-    if not 0 <= size <= MAX_BYTES:  # before it is made an integer, which may have very many digits
+    if not 0 <= size <= MAX_BYTES:  # checked before `int`, which would write out the digits of "1e999"
         raise ConfigError(field, value, _SIZE_ADVICE)
     return int(size)
 
 
 def _parse_size(field: str, text: str) -> Decimal:
-    """Return the bytes that a text such as "8GiB" says, of any magnitude; see `parse_bytes`."""
-    found = read_number(text)
-    if found is None:
+    """Return the bytes that a text such as "8GiB" stands for, however many; see `parse_bytes`.
+
+    Refuses texts whose unit is not clear: bits ("8Gb"), half a unit ("8G", "8Gi"), and small numbers without one.
+    """
+    number_and_unit = read_number(text)
+    if number_and_unit is None:
         raise ConfigError(field, text, _SIZE_ADVICE)
-    number, unit = found
+    number, unit = number_and_unit
     if _BITS.search(text):
         raise ConfigError(field, text, f'a small "b" behind a large letter means bits; {_SIZE_ADVICE}')
     if unit and f"{unit}b" in _UNITS:  # "64G" is 64 GB to some programs, and 64 GiB to others
-        given = text.strip().rstrip("iI")
-        raise ConfigError(field, text, f'write "{given}iB" (powers of 1024) or "{given}B" (powers of 1000)')
+        amount = text.strip().rstrip("iI")  # "64G", to which the rest of a unit is added
+        raise ConfigError(field, text, f'write "{amount}iB" (powers of 1024) or "{amount}B" (powers of 1000)')
     if unit not in _UNITS:
         raise ConfigError(field, text, _SIZE_ADVICE)
     size = number * _UNITS[unit]
     if not unit and 0 < size < LEAST_WITHOUT_UNIT:
-        given = text.strip()
-        raise ConfigError(field, text, f'give it a unit, such as "{given}GiB"')
+        amount = text.strip()
+        raise ConfigError(field, text, f'give it a unit, such as "{amount}GiB"')
     return size
 
 
@@ -129,11 +138,12 @@ def parse_host_memory(field: str, value: object) -> int | dict[str, int]:
     return nbytes_by_node
 
 
-# How one value is checked
+# How one value is checked. An object of these classes is a `Check`: called with a setting's name and its value, it
+# returns the value to keep.
 
 
 class Size:
-    """Takes a budget in bytes, or one of `words`."""
+    """The check of a budget in bytes, which may also be one of `words` ("auto")."""
 
     def __init__(self, *words: str) -> None:
         self.choices = words
@@ -143,7 +153,7 @@ class Size:
 
 
 class Count:
-    """Takes an integer from `least` to `most`."""
+    """The check of an integer from `least` to `most`."""
 
     def __init__(self, least: int, most: int = MAX_INTEGER) -> None:
         self.least, self.most = least, most
@@ -154,7 +164,13 @@ class Count:
 
 
 class OneOf:
-    """Takes one of `words`, one of `earlier` versions' words, which errors do not name, or what `number` takes."""
+    """The check of a word, one of `words`.
+
+    Args:
+        words: What errors tell users to give.
+        earlier: Words of earlier versions, which are taken, too, but not named in errors.
+        number: The check of integers; None where only words may be given.
+    """
 
     def __init__(self, *words: str, earlier: Sequence[str] = (), number: Count | None = None) -> None:
         self.choices, self._earlier, self._number = words, earlier, number
@@ -200,12 +216,12 @@ def check_threads(field: str, value: Any) -> Any:
     """Refuse what is not a possible number of threads."""
     check_int(field, value, 1)
     if value > MAX_THREADS:
-        raise ConfigError("threads", value, f"use at most {MAX_THREADS}, and no more than there are CPUs")
+        raise ConfigError(field, value, f"use at most {MAX_THREADS}, and no more than there are CPUs")
     return value
 
 
 def check_placement(field: str, value: Any) -> Any:
-    """Refuse what is neither a word of `placement` nor the GPU's share."""
+    """Refuse what is neither "auto", "cpu" or "gpu" nor the share of updates on the GPU, from 0 to 1."""
     is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
     if not is_share and value not in ("auto", "cpu", "gpu"):
         raise ConfigError(field, value, 'use "auto", "cpu", "gpu", or a share of GPU updates from 0 to 1')
@@ -213,7 +229,7 @@ def check_placement(field: str, value: Any) -> Any:
 
 
 def check_mirror(field: str, value: Any) -> str:
-    """Return the name of a place with `~` replaced; refuse what cannot be one."""
+    """Return a directory's name or "s3://bucket/prefix" with `~` replaced; refuse what can be neither."""
     name = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(name, str) or not name:
         raise ConfigError(field, value, "name a directory or s3://bucket/prefix, or none for no mirror")
@@ -229,14 +245,14 @@ def check_rates(field: str, value: Any) -> str:
 
 
 def check_patterns(field: str, value: Any) -> tuple[str, ...]:
-    """Return a list of patterns as a tuple."""
+    """Return a list of patterns as a tuple; refuse what is no list of strings."""
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise ConfigError(field, value, 'give a list of patterns like "*embed*"')
     return tuple(value)
 
 
 def check_paths(field: str, value: Any) -> tuple[PathConfig, ...]:
-    """Return a list of paths, parsed."""
+    """Return a list of paths, parsed; refuse one path alone: its string would be taken as a list of letters."""
     if isinstance(value, str | os.PathLike | Mapping) or not isinstance(value, Sequence):
         raise ConfigError(field, value, "give a list of directories")
     return tuple(PathConfig.parse(f"{field}[{number}]", path) for number, path in enumerate(value))
@@ -259,7 +275,7 @@ def check_share(field: str, value: Any) -> float:
 
 
 def check_folder(field: str, value: Any) -> str:
-    """Return the name of a directory that exists."""
+    """Return the name of a directory; refuse one that does not exist."""
     name = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(name, str) or not os.path.isdir(name):
         raise ConfigError(field, name, "name a directory that exists, or none for `path`")
@@ -270,15 +286,15 @@ def check_folder(field: str, value: Any) -> str:
 # How a setting is declared
 
 Check = Callable[[str, Any], Any]
-"""Returns a value as it is kept, from its setting's name and what was given; `ConfigError` if that cannot be used."""
+"""Called with a setting's name and the value that was given; returns the value to keep, or raises `ConfigError`."""
 
 
 class Flag(NamedTuple):
-    """How a command takes a setting: by an option of its name, with dashes.
+    """The option by which a command takes a setting; it has the setting's name, with dashes.
 
     Attributes:
-        help: What it is, for `--help`.
-        metavar: What `--help` calls the value; "" for what the check says.
+        help: The text of `--help`.
+        metavar: What `--help` calls the value; "" for a name that follows from the check.
     """
 
     help: str
@@ -286,13 +302,14 @@ class Flag(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """What `offload plan` may choose for a setting that it is not given, and puts into the config that it prints.
+    """How `offload plan` chooses a setting that the user has not given; it prints a config with what it has chosen.
 
     Attributes:
-        values: What it tries; the first one asks least of the user. None where it computes the value.
-        why: What the other values do, in words that follow the setting's option.
-        weights_on: "cpu" or "gpu" if it is tried only where weights lie there.
-        asks: How much more each value asks of the user than the one before; most where results change.
+        values: Values that are tried, first the one that asks least of the user. Empty where the value is computed.
+        why: What values beyond the first do, in words that follow the setting's option in the advice.
+        weights_on: "cpu" or "gpu" if the setting is tried only where weights lie there; "" for always.
+        asks: How much more each value asks of the user than the one before, on a scale that all settings share. A
+            value that changes results asks most.
     """
 
     values: tuple[Any, ...] = ()
@@ -341,20 +358,34 @@ NO_OPTION: dict[str, Any] = {"plan": None, "train": None}
 
 
 def setting(default: T, check: Check, meaning: str, **taken: Any) -> T:
-    """Return the dataclass field of a setting that has a default; see `setting_metadata`."""
-    found: T = field(default=default, metadata=setting_metadata(check, meaning, **taken))
-    return found
+    """Return the dataclass field of a setting that has a default.
+
+    `check`, `meaning` and `taken`, which has all keyword arguments, are those of `setting_metadata`.
+    """
+    # What `field` returns is a `Field`; for type checkers it has the type of its default, as in any dataclass.
+    declared: T = field(default=default, metadata=setting_metadata(check, meaning, **taken))
+    return declared
 
 
 def _checked_value(setting: Field[Any], name: str, value: Any) -> Any:
-    """Return the value to keep for a setting, by its check; `name` is the setting's in errors."""
+    """Return the value to keep for a setting: what its check returns, or None unchecked where that is its default.
+
+    Args:
+        setting: The setting's field.
+        name: What errors call the setting.
+        value: What was given.
+    """
     is_default_none = value is None and setting.default is None
     return None if is_default_none else setting.metadata["check"](name, value)
 
 
 def _with_settings(cls: type[T]) -> type[T]:
-    """Add the settings' meanings to a dataclass's docstring, and let its constructor refuse unknown settings."""
+    """Decorate a dataclass of settings: complete its docstring, and let its constructor refuse unknown settings.
+
+    The docstring gets a section "Attributes" of the settings' meanings, which are declared once, in their metadata.
+    """
     init, settings = cls.__init__, fields(cls)  # type: ignore[arg-type]
+    # Indented as Google's sections are in a class's docstring.
     fill = functools.partial(textwrap.fill, width=118, initial_indent=8 * " ", subsequent_indent=12 * " ")
     lines = [fill(f"{each.name}: {each.metadata['meaning']}") for each in settings]
     cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", "    Attributes:", *lines, "    "])
@@ -370,7 +401,7 @@ def _with_settings(cls: type[T]) -> type[T]:
 
 
 def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise `ConfigError` for a key that is not among the `known` ones; it names the nearest."""
+    """Raise `ConfigError` for a key of `values` that is not among the `known` ones; the error names a similar one."""
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -676,7 +707,7 @@ class OffloadConfig:
 
     def __post_init__(self) -> None:
         """Check each setting and keep what its check returns; then refuse combinations."""
-        for one in fields(self):
+        for one in fields(self):  # set by `object`: this class is frozen
             object.__setattr__(self, one.name, _checked_value(one, one.name, getattr(self, one.name)))
         if self.gradient_memory is not None:
             if not self.paths:
@@ -692,7 +723,7 @@ class OffloadConfig:
             self._check_mirror_outside_of_paths(self.mirror)
 
     def _check_mirror_outside_of_paths(self, mirror: str) -> None:
-        """Raise `ConfigError` if the mirror lies within a path."""
+        """Raise `ConfigError` if the mirror lies within a path: a copy there would be lost with its checkpoint."""
         from offload.tiers import parse_place  # as in `for_rank`
 
         parts = parse_place(mirror, "mirror").parts()
@@ -709,12 +740,12 @@ class OffloadConfig:
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes of host memory for state, on all nodes together; None where nothing was said."""
+        """Bytes of host memory for state, on all nodes together; None where `host_memory` is not set."""
         return sum(self.node_bytes.values()) if self.node_bytes else self.host_memory  # type: ignore[return-value]
 
     @property
     def staging_bytes(self) -> int | None:
-        """Bytes of host memory for staging slots; None where nothing was said."""
+        """Bytes of host memory for staging slots; None where `staging_memory` is not set."""
         return None if self.staging_memory is None else int(self.staging_memory)
 
     @property
@@ -728,71 +759,78 @@ class OffloadConfig:
 
     @property
     def borrows(self) -> bool:
-        """Whether memory of a GPU is used between backward and forward alone."""
+        """Whether GPU memory is borrowed: used from the end of backward to the next forward pass only."""
         return self.gpu_memory == BORROW
 
     def check_dealt(self) -> None:
-        """Refuse gradients on paths: those of dealt matrices go to the ranks that update these."""
+        """Check the settings for an optimizer with dealt matrices, whose gradients go to other ranks, not to paths.
+
+        Raises:
+            ConfigError: `gradient_memory` is set.
+        """
         if self.gradient_memory is not None:
             combinations.DEALT_GRADIENTS.refuse("gradient_memory", self.gradient_memory)
 
     @property
     def keeps_grads(self) -> bool:
-        """Whether gradients stay in `.grad` until the step."""
+        """Whether gradients stay in `.grad` until the step; else they leave during backward."""
         return self.keep_grads and self.gradient_memory is None
 
     @property
     def opens_late(self) -> bool:
-        """Whether a session on a GPU opens after the first backward pass, which shows what memory is free there."""
+        """Whether a session with weights on a GPU is deferred: the first backward pass shows what is free there."""
         return self.gpu_memory == "auto" or self.borrows
 
     def opened_early(self) -> OffloadConfig:
-        """Return this config for a session that opens before the first backward: "auto" is no home on the GPU."""
+        """Return this config for a session that opens before the first backward pass.
+
+        `gpu_memory` "auto" is then 0: no state is at home on the GPU, as it is not known yet what the GPU has free.
+        """
         return dataclasses.replace(self, gpu_memory=0) if self.gpu_memory == "auto" else self
 
     def updated_by_cpu(self, row: combinations.Row | None = None, **words: object) -> OffloadConfig:
-        """Return this config for a session whose state is updated by the CPU, and is nowhere at home on a GPU.
+        """Return this config for a session in which the CPU updates all state, and none is at home on a GPU.
 
         Args:
-            row: The row of `combinations` that refuses settings that say otherwise; None to overrule them.
+            row: The row of `combinations` by which settings that ask for the GPU are refused; None to overrule them.
             words: See `Row.refuse`.
 
         Raises:
             ConfigError: A setting says otherwise.
         """
-        if row is not None and self.placement not in ("auto", "cpu", 0):
+        if row is not None and self.placement not in ("auto", "cpu", 0):  # 0: the GPU's share
             row.refuse("placement", self.placement, least='"cpu"', **words)
         if row is not None and self.gpu_memory not in ("auto", 0):  # "borrow", too
             row.refuse("gpu_memory", self.gpu_memory, least=0, **words)
         return dataclasses.replace(self, placement="cpu", gpu_memory=0)
 
     def check_goes_on(self) -> None:
-        """Check that steps may go on in forward: borrowed memory of a GPU is returned before that.
+        """Check that a step may go on during the next forward pass.
 
         Raises:
-            ConfigError: Memory is borrowed.
+            ConfigError: GPU memory is borrowed, which is returned before forward.
         """
         if self.borrows:
             combinations.BORROWED.refuse("gpu_memory", self.gpu_memory)
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether steps are to be hidden in the next forward pass, whoever has the model."""
+        """Whether `overlap` asks for steps that are hidden in the next forward pass; not for "auto", which tries."""
         return self.overlap in ("forward", "both")
 
     @property
     def overlaps_backward(self) -> bool:
-        """Whether steps are to be hidden in backward, whatever is predicted of it."""
+        """Whether `overlap` asks for steps that are hidden in backward; not for "auto", which tries."""
         return self.overlap in ("backward", "both")
 
     @property
     def checkpoints(self) -> int:
-        """How many checkpoints are kept on the paths."""
+        """How many checkpoints are kept on the paths: `checkpoints_kept`, or 1 where that is not set."""
         return 1 if self.checkpoints_kept is None else self.checkpoints_kept
 
     @property
     def path_configs(self) -> tuple[PathConfig, ...]:
-        """The paths, parsed."""
+        """The paths as `PathConfig`s, into which the constructor has parsed whatever was given."""
         return tuple(path for path in self.paths if isinstance(path, PathConfig))
 
     def budgets(
@@ -806,16 +844,18 @@ class OffloadConfig:
         gradient_bytes: int,
         gradients_kept_bytes: int | None,
     ) -> Budgets:
-        """Return what a plan may use: by these settings, and by sizes that depend on a machine and a model.
+        """Return the memory and room that a plan may use.
+
+        The arguments are sizes that depend on the machine and the model; all else follows from the settings.
 
         Args:
-            host_bytes: For `host_memory`.
+            host_bytes: Host memory that `host_memory` comes to.
             paths: What each of `paths` offers.
             on_gpu: Whether the weights lie on a GPU.
-            gpu_bytes: For `gpu_memory`.
+            gpu_bytes: GPU memory that `gpu_memory` comes to.
             gpu_staging_bytes: GPU memory for staging slots.
             gradient_bytes: Host memory of gradient slots or buffers.
-            gradients_kept_bytes: For `gradient_memory`; None if all gradients have slots.
+            gradients_kept_bytes: Host memory that `gradient_memory` comes to; None if all gradients have slots.
         """
         from offload.plan import Budgets, NodeBudget  # here, as most users of a config do not need them
 
@@ -834,7 +874,7 @@ class OffloadConfig:
             speculates=self.overlaps_backward,
             follow_rates=all(path.share is None for path in self.path_configs),
             checkpoints=self.checkpoints,
-            checkpoints_required=bool(self.checkpoints_kept),
+            checkpoints_required=bool(self.checkpoints_kept),  # not where it is None: one is kept as there is room
             mirrors=self.mirror is not None,
             nodes=tuple(starmap(NodeBudget, self.node_bytes.items())),
         )
@@ -858,8 +898,10 @@ class OffloadConfig:
     def in_memory(self, **settings: Any) -> OffloadConfig:
         """Return a config that gives the same bits as this one, with all state in host memory and no hidden steps.
 
+        Settings on which bits, or the cut of work, depend are kept; all others have their defaults.
+
         Args:
-            settings: Other settings for it.
+            settings: Further settings of the new config.
         """
         alike = {one.name: getattr(self, one.name) for one in fields(self) if one.metadata["alike"]}
         return OffloadConfig(**alike, **settings)
@@ -878,7 +920,7 @@ class OffloadConfig:
     def for_rank(self, rank: int) -> OffloadConfig:
         """Return this config with a directory (or prefix) of the rank's own on every path, made if need be.
 
-        So a store says whose it is. Ranks that take turns on a path still share it.
+        So the place of a store shows whose it is. The lock of a path stays the same for all ranks, which take turns.
 
         Raises:
             ConfigError: If a path is not there or cannot be written.
@@ -895,10 +937,14 @@ class OffloadConfig:
         return dataclasses.replace(self, paths=paths)
 
     def for_part(self, part: int, whole: int) -> OffloadConfig:
-        """Return this config for one of several engines in a process, which has `part` of `whole` of their state.
+        """Return this config for one of several engines in a process, which share its budgets.
 
-        It gets its part of `host_memory`, of `gpu_memory` and of each path's `max_bytes`: `LEAST_BUDGET` where that
-        would be less, and nothing of them if it has no state. All else is each one's own.
+        The engine gets the part `part / whole` of `host_memory`, of `gpu_memory` and of each path's `max_bytes`: at
+        least `LEAST_BUDGET`, but 0 of a budget of 0, or if it has no state. All else holds for each engine alone.
+
+        Args:
+            part: Elements of this engine's parameters.
+            whole: Elements of all engines' parameters.
         """
 
         def part_of(budget: Any) -> Any:

@@ -16,10 +16,12 @@ _YEAR_S = 365.25 * DAY_S
 
 
 def read_number(text: str) -> tuple[Decimal, str] | None:
-    """Return the number in a text, exactly, and the letters behind it in lower case; None if it is not such a text.
+    """Return the exact number and the unit, in lower case, of a text such as "1.5 GiB": (Decimal("1.5"), "gib").
 
-    A number is digits with a point or an exponent, or both: no sign, no infinity, no digits of other scripts, and no
-    more than `MAX_DIGITS` digits and three of an exponent, so that computing with it takes no time.
+    The unit may be any letters, or "". The result is None if the text is anything else than a number and letters.
+
+    A number is digits, with a point or an exponent if need be: no sign, no infinity, no digits of other scripts, and
+    no more than `MAX_DIGITS` digits and three of an exponent, so that computing with it takes no time.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None or len(match[1]) > MAX_DIGITS:
@@ -47,7 +49,9 @@ def format_seconds(seconds: float) -> str:
     """Return a duration in the unit that suits it: 0.0123 -> "12.3 ms", 150 -> "2 min 30 s", 432000 -> "5 days"."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
-    if not seconds >= 0.9995:  # from there on, three digits of milliseconds would be written as 1e+03; also for NaN
+    # A limit is where a rounded number becomes too large for its unit: 999.5 ms would be written as "1e+03 ms", and
+    # 119.5 s and 119.5 min (7170 s) are rounded to 120.
+    if not seconds >= 0.9995:  # written so that NaN is here, too
         return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
     if seconds < 119.5:
         return f"{seconds:.3g} s"
@@ -63,9 +67,10 @@ def format_seconds(seconds: float) -> str:
 def format_apart(predicted_s: float, measured_s: float) -> str:
     """Return by how much a measured duration differs from its prediction, as " (+12%)" or " (3 times as long)".
 
-    From a factor of two on it is that factor. If one of them is below `LEAST_SHARE_S`, or NaN, it is "".
+    The text is a percentage below a factor of two, and the factor from there on. It is "" if one of the durations is
+    below `LEAST_SHARE_S`, or NaN.
     """
-    are_comparable = min(predicted_s, measured_s) >= LEAST_SHARE_S
+    are_comparable = predicted_s >= LEAST_SHARE_S and measured_s >= LEAST_SHARE_S  # false of NaN
     if not are_comparable:
         return ""
     ratio = measured_s / predicted_s

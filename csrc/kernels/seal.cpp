@@ -28,9 +28,10 @@ std::uint32_t Seal::taken(std::size_t tensor, std::uint64_t block, const char* a
 
 void Seal::complete() noexcept {
   for (std::size_t tensor = 0; tensor < tensors(); ++tensor) {
-    std::uint64_t known = 0;  // most runs are equally long, and powers take long
+    // The checksum of a followed by b, of n bytes, is crc(a) * x^(8n) ^ crc(b), as in crc32c_combine.
+    std::uint64_t known = 0;  // bytes whose power is known: most runs are equally long, and powers take long
     std::uint32_t power = 0;
-    std::uint64_t run = 0;
+    std::uint64_t run = 0;  // the first block of the run that ends before `block`
     for (std::uint64_t block = 1; block <= blocks_; ++block) {
       if (block != blocks_ && !begins_run(block)) continue;
       const std::uint64_t nbytes = end_byte(tensor, block - 1) - first_byte(tensor, run);
@@ -86,18 +87,20 @@ bool SealedTableJob::verify(std::uint64_t block) noexcept {
   return true;
 }
 
+// Block by block: verify it, update what segments have of it, and seal it. A piece ends at the first block that is
+// not as expected; pieces that begin later do nothing.
 void SealedTableJob::run_piece(std::size_t piece) noexcept {
   if (damaged_.load(std::memory_order_relaxed) >= 0) return;
   const std::uint64_t first = piece * kPieceNumel / kBlockNumel;
   const std::uint64_t last = std::min(seal_->blocks(), (piece + 1) * kPieceNumel / kBlockNumel);
   const auto& offsets = state_.offsets;
   std::size_t row = 0;
-  if (!offsets.empty()) {  // the last that begins here or before
+  if (!offsets.empty()) {  // the last segment that begins where the piece does, or before
     const auto after = std::upper_bound(offsets.begin(), offsets.end(), seal_->begin_of(first));
     row = static_cast<std::size_t>(std::max<std::ptrdiff_t>(0, after - offsets.begin() - 1));
   }
   for (std::uint64_t block = first; block < last; ++block) {
-    if (state_.expected && !verify(block)) return;
+    if (state_.expected && !verify(block)) break;  // the stores before it are drained, too
     const std::uint64_t begin = seal_->begin_of(block), end = seal_->end_of(block);
     for (; row < segments_.size() && offsets[row] < end; ++row) {
       const Segment& segment = segments_[row];

@@ -1,4 +1,8 @@
-"""`Prepared`: Accelerate's wrapper with the methods of our optimizer; and replaced methods of its accelerator."""
+"""`Prepared`: Accelerate's wrapper with our optimizer's methods; and functions that replace Accelerate's methods.
+
+A function that "Replaces" a method of an accelerator calls that of its class, `type(accelerator)`, which stays as it
+is. A *pointer* is a dict that names the folder of our checkpoint, and is saved in place of all state.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,7 @@ except ImportError as error:
     raise ConfigError("accelerate", f"cannot be imported: {error}", "pip install accelerate") from error
 
 SHARDED = "DEEPSPEED", "FSDP", "MEGATRON_LM"
+"""Accelerate's `distributed_type`s that shard optimizers, which is refused but for FSDP2."""
 
 FILE = "optimizer.bin"
 """Accelerate's name for the file of the first optimizer."""
@@ -61,10 +66,11 @@ class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
     """Whether a scheduler has stepped since the last step: a SIGTERM's checkpoint waits for that."""
 
     def step(self, *arguments: Any, **options: Any) -> Any:
-        """Make Accelerate's step; save on a SIGTERM, unless a scheduler steps next."""
+        """Make Accelerate's step; then save if a SIGTERM has come, unless a scheduler's step is expected first."""
         result = super().step(*arguments, **options)
-        if self.gradient_state.sync_gradients:
-            steps_scheduler_next = bool(self.schedulers) and self.has_scheduler_stepped  # it did after the last step
+        if self.gradient_state.sync_gradients:  # else Accelerate has only accumulated gradients
+            # A scheduler that has stepped after the last step is expected to do so after this one.
+            steps_scheduler_next = bool(self.schedulers) and self.has_scheduler_stepped
             self.has_scheduler_stepped = False
             if not steps_scheduler_next:
                 self.optimizer.preemption.commit(self.optimizer)
@@ -76,8 +82,8 @@ class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
         self.optimizer.preemption.commit(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what our optimizer has besides Accelerate's wrapper."""
-        if name == "optimizer":  # while a copy of this is made
+        """Return an attribute of our optimizer that Accelerate's wrapper does not have."""
+        if name == "optimizer":  # not set yet, while a copy of this is made: the next line would recurse
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -126,7 +132,7 @@ def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.Path
     elif accelerator.distributed_type in SHARDED:
         BY_DEEPSPEED.refuse("accelerator", str(accelerator.distributed_type))
     prepared: weakref.WeakSet[Prepared] | None = vars(accelerator).get("offload_prepared")
-    if prepared is None:
+    if prepared is None:  # the first call for this accelerator
         # Weak references, as the accelerator lets go of its optimizers in `free_memory`.
         prepared = accelerator.offload_prepared = weakref.WeakSet()
         _set_interrupted_aside(accelerator)
@@ -140,7 +146,8 @@ def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.Path
         prepared.add(optimizer)
         tell_last_pass(ours(optimizer), accelerator)
         models = accelerator._models
-        # A model that is compiled later only the caller has as it is called.
+        # Modules have to be hooked as they are called. A module that Accelerate compiles is in `_models` as it was
+        # before, and only the caller has the compiled one: so none is hooked then to wait for weights.
         hide_steps(ours(optimizer), models if accelerator.state.dynamo_plugin.backend == "NO" else (), models)
     if commit_on_sigterm is not None:
         _commit_on_sigterm(accelerator, optimizer, commit_on_sigterm)
@@ -149,7 +156,7 @@ def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.Path
 
 def _commit_on_sigterm(accelerator: Any, optimizer: Prepared, folder: str | os.PathLike[str]) -> None:
     """Have a SIGTERM save a whole folder, once both the optimizer and its scheduler have stepped."""
-    accelerator_ref = weakref.ref(accelerator)  # which has the optimizer, so it must not be kept by that
+    accelerator_ref = weakref.ref(accelerator)  # weak, as the accelerator has the optimizer, which keeps `save`
 
     def save() -> None:
         """Save all that the accelerator has, if it still exists."""
@@ -166,22 +173,28 @@ def _commit_on_sigterm(accelerator: Any, optimizer: Prepared, folder: str | os.P
 
 
 def _step_scheduler(optimizer: Prepared, scheduler: Any, *arguments: Any, **options: Any) -> None:
-    """Replaces `AcceleratedScheduler.step`: tell the optimizer, which may have waited for this to save."""
+    """Replaces `AcceleratedScheduler.step`: then tell the optimizer, whose save on a SIGTERM may have waited."""
     type(scheduler).step(scheduler, *arguments, **options)
     if optimizer.gradient_state.sync_gradients:
         optimizer.after_schedule()
 
 
 def _set_interrupted_aside(accelerator: Any) -> None:
-    """Move folders of interrupted saves out of the folder in which `load_state` looks for the last one."""
+    """Move folders of interrupted saves out of the folder in which `load_state` looks for the last checkpoint."""
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming and accelerator.project_dir is not None:
-        above = os.fspath(accelerator.project_dir)
-        set_aside(os.path.join(above, "checkpoints"), re.compile(r"checkpoint_\d+"), above)
+        project_folder = os.fspath(accelerator.project_dir)
+        set_aside(os.path.join(project_folder, "checkpoints"), re.compile(r"checkpoint_\d+"), project_folder)
 
 
 def _prepare_for_fsdp2(accelerator: Any) -> None:
-    """With one process, whose FSDP2 keeps weights in host memory, have gradients move there in each micro-step."""
+    """With one process, whose FSDP2 keeps weights in host memory, have gradients move there in each micro-step.
+
+    In any other use of FSDP2 nothing is done.
+
+    Raises:
+        ConfigError: FSDP2 would have all weights on the device to save them.
+    """
     plugin, fsdp = accelerator.state.fsdp_plugin, import_module("torch.distributed.fsdp")
     if accelerator.num_processes == 1 and isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy):
         if plugin.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT:
@@ -192,9 +205,9 @@ def _prepare_for_fsdp2(accelerator: Any) -> None:
 def _clip_grad_norm(
     accelerator: Any, prepared: Iterable[Prepared], parameters: Any, max_norm: float, norm_type: float = 2
 ) -> torch.Tensor:
-    """Replaces `Accelerator.clip_grad_norm_`: the norm is the same, and the update clips.
+    """Replaces `Accelerator.clip_grad_norm_`: return the same norm; our optimizer clips in its update.
 
-    If no optimizer of ours can clip all that is given, Accelerate does; see `find_clipping_optimizer`.
+    If no optimizer of ours can clip these parameters, Accelerate does; see `find_clipping_optimizer`.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     clipping = find_clipping_optimizer(map(ours, prepared), accelerator, parameters, norm_type)
@@ -204,7 +217,7 @@ def _clip_grad_norm(
 
 
 def _clip_grad_value(accelerator: Any, prepared: Iterable[Prepared], parameters: Any, clip_value: float) -> None:
-    """Replaces `Accelerator.clip_grad_value_`, which finds no gradients that have left."""
+    """Replaces `Accelerator.clip_grad_value_`, which clips `.grad`: first refuse gradients that leave it."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     check_clips_by_value(map(ours, prepared), parameters)
     type(accelerator).clip_grad_value_(accelerator, parameters, clip_value)
@@ -213,8 +226,10 @@ def _clip_grad_value(accelerator: Any, prepared: Iterable[Prepared], parameters:
 def _save_state(accelerator: Any, enabled: Container[Prepared], *arguments: Any, **options: Any) -> Any:
     """Replaces `Accelerator.save_state`: each optimizer saves its own checkpoint, and Accelerate a pointer to it.
 
-    Accelerate deletes old folders before it saves, by `total_limit`. So those that exist are listed first:
-    `_before_save` releases the checkpoints of those that are gone.
+    Accelerate deletes old folders before it saves, by `total_limit`. So the folders of kept checkpoints are listed
+    before that, and `_before_save` releases the checkpoints whose folders are gone by then. Collective.
+
+    `enabled` are the optimizers that `enable` was called with.
     """
     prepared = [optimizer for optimizer in accelerator._optimizers if optimizer in enabled]
     if not prepared:  # after `free_memory`
@@ -232,14 +247,25 @@ def _save_state(accelerator: Any, enabled: Container[Prepared], *arguments: Any,
         hook.remove()
         for optimizer in prepared:
             optimizer.pointer = None
-    end_folder(ours(prepared[0]), str(saved_folder))
+    end_folder(ours(prepared[0]), str(saved_folder))  # one mirror is enough for the folder: the first optimizer's
     return saved_folder
 
 
 def _before_save(
     accelerator: Any, prepared: list[Prepared], existing: list[set[str]], models: Any, weights: Any, output_dir: str
 ) -> None:
-    """Release deleted checkpoints, save new ones, have `state_dict` return pointers: Accelerate's pre-save hook."""
+    """Release deleted checkpoints, save new ones, and have `state_dict` return pointers to these.
+
+    Accelerate calls this as a hook before a save, with the last three arguments.
+
+    Args:
+        accelerator: The accelerator that saves.
+        prepared: The optimizers that are saved.
+        existing: For each optimizer, folders of kept checkpoints that were there before the save.
+        models: Unused.
+        weights: Unused.
+        output_dir: The folder that is saved to.
+    """
     if prepared[0].pointer is not None:  # `_saving_fsdp_by_pointers` has called this already
         return
     begin_folder(output_dir)
@@ -260,11 +286,14 @@ def _load_state(accelerator: Any, *arguments: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> Iterator[None]:
-    """Replace Accelerate's functions that save and load under FSDP: optimizers of ours are saved as pointers.
+    """While this context lasts, replace Accelerate's functions that save and load models and optimizers under FSDP.
 
-    Accelerate calls them before its hooks, and those of models first, so they do what the hooks do: mark the folder
-    before anything is written to it, and look at its mark before anything is read. `before_save` is the hook before a
-    save; None in a load.
+    The replacements save and load optimizers of ours as pointers. Accelerate calls these functions, those of models
+    first, before its hooks. So the replacements do the hooks' work, too: they mark the folder before anything is
+    written to it, and check its mark before anything is read.
+
+    Args:
+        before_save: The hook before a save; None in a load.
     """
     module = import_module("accelerate.accelerator")
     save_theirs, load_theirs = module.save_fsdp_optimizer, module.load_fsdp_optimizer
@@ -281,24 +310,30 @@ def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> 
         _check_whole(folder)
         return load_their_model(plugin, accelerator, model, folder, *given, **options)
 
+    def file_of(*given: Any, **options: Any) -> str:
+        """Return what Accelerate calls an optimizer's file, by `optimizer_index`, the sixth argument."""
+        number = given[5] if len(given) > 5 else options.get("optimizer_index", 0)
+        return FILE if number == 0 else f"_{number}".join(os.path.splitext(FILE))
+
     def save_ours(*given: Any, **options: Any) -> None:
-        """Replaces `save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, ...)`."""
+        """Replaces `save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, optimizer_index)`."""
         _, accelerator, optimizer, _, folder, *_ = given
-        if before_save is None or not isinstance(optimizer, Prepared):  # another optimizer
+        if before_save is None or not isinstance(optimizer, Prepared):  # within a load, or of another optimizer
             save_theirs(*given, **options)
             return
-        before_save(None, None, folder)
+        before_save(None, None, folder)  # sets `optimizer.pointer`, which `state_dict` returns
         if accelerator.is_main_process:
-            torch.save(optimizer.state_dict(), os.path.join(folder, FILE))
+            torch.save(optimizer.state_dict(), os.path.join(folder, file_of(*given, **options)))
 
     def load_ours(*given: Any, **options: Any) -> None:
-        """Replaces `load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, ...)`."""
+        """Replaces `load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, optimizer_index)`."""
         _, _, optimizer, _, folder, *_ = given
+        # Another optimizer, or a checkpoint that was saved without ours.
         if not isinstance(optimizer, Prepared) or not os.path.isdir(os.path.join(folder, FOLDER)):
             load_theirs(*given, **options)
             return
         _before_load([optimizer], None, folder)
-        optimizer.load_state_dict(torch.load(os.path.join(folder, FILE), weights_only=True))
+        optimizer.load_state_dict(torch.load(os.path.join(folder, file_of(*given, **options)), weights_only=True))
 
     with contextlib.ExitStack() as undo:
         replace(undo, module, "save_fsdp_model", save_model)
@@ -309,13 +344,13 @@ def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> 
 
 
 def _before_load(prepared: Iterable[Prepared], models: Any, input_dir: str) -> None:
-    """Refuse a folder that is not whole, and note it for `load_state_dict`: Accelerate's hook before a load."""
+    """Refuse a folder that is not whole; note the folder for `load_state_dict`. Accelerate's hook before a load."""
     _check_whole(input_dir)
     for known in prepared:
         known.loading_folder = str(input_dir)
 
 
 def _check_whole(folder: str) -> None:
-    """Raise if a folder is known not to be whole."""
+    """Raise `CheckpointError` if a folder's marker says that its save has begun and not ended."""
     if mark_of(str(folder)) is Mark.BEGUN:
         raise CheckpointError(f"{folder} is not whole, as its save was interrupted, or is under way: load another")

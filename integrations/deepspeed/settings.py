@@ -1,5 +1,7 @@
 """What a DeepSpeed config says about offloading, read and checked before anything is built.
 
+*Our object* is its top-level object `multi_tier_offload` (`KEY`), which has the fields of `OffloadConfig`.
+
 Invariant: what we cannot run is refused here with a sentence that says what to write instead; nothing falls back to
 DeepSpeed's own path in silence.
 """
@@ -22,7 +24,7 @@ from offload.integrations import shared
 KEY = shared.OBJECT
 
 CHECKPOINT = "checkpoint"
-"""The field that is not `OffloadConfig`'s, a `Saving`."""
+"""The field of our object that is none of `OffloadConfig`'s: an object with the fields of a `Saving`."""
 
 LAYOUTS = "stock", "in_place"
 
@@ -57,7 +59,7 @@ class Saving:
 
 OFFLOAD = "zero_optimization.offload_optimizer"
 
-# Keys of DeepSpeed's that ask for another way of what this backend does: (section, key, harmless value, advice).
+# Keys by which DeepSpeed would do in another way what this backend does: (section, key, harmless value, advice).
 _CONTRADICTING_KEYS: tuple[tuple[str, str, Any, str], ...] = (
     (OFFLOAD, "nvme_path", None, f'leave it out and give the directories as {KEY}.paths: ["/mnt/nvme0/offload"]'),
     (OFFLOAD, "pipeline", False, "leave it out: transfers and updates always overlap"),
@@ -85,6 +87,7 @@ _CONTRADICTING_KEYS: tuple[tuple[str, str, Any, str], ...] = (
     ("bf16", "bf16_optimizer_states", False, "leave it out: moments are fp32"),
     ("compile", "deepcompile", False, "use false; torch.compile of the model is fine"),
     ("torch_autocast", "enabled", False, 'leave it out and use "bf16" or "fp16"'),
+    ("", "managed_gradient_accumulation", True, "leave it out: which backward pass is the last has to be known"),
 )
 
 WEIGHTS = "zero_optimization.offload_param"
@@ -95,10 +98,10 @@ ADAM_TYPES, LION_TYPE = ("adam", "adamw"), "lion"
 
 
 def _section(config: Mapping[str, Any], dotted: str) -> Mapping[str, Any]:
-    """Return a nested object of a config by its dotted name; an empty one if it is missing."""
+    """Return a nested object of a config by its dotted name ("": the config); an empty one if it is missing."""
     value: Any = config
-    for key in dotted.split("."):
-        value = value.get(key) or {}
+    for key in filter(None, dotted.split(".")):
+        value = value.get(key) or {}  # JSON's null counts as missing
         if not isinstance(value, Mapping):
             return {}
     section: Mapping[str, Any] = value
@@ -112,6 +115,7 @@ def refuse_mistyped_key(config: Mapping[str, Any]) -> None:
         ConfigError: It has one; names it.
     """
     key_by_letters = {re.sub(r"[\W_]", "", str(key)).lower(): key for key in config}
+    # At most one, the nearest.
     for near in difflib.get_close_matches(KEY.replace("_", ""), key_by_letters, 1, _LEAST_SIMILARITY):
         key = key_by_letters[near]
         raise ConfigError(key, config[key], f'unknown key; did you mean "{KEY}"?')
@@ -124,7 +128,7 @@ def refuse_misplaced_object(config: Mapping[str, Any]) -> None:
         ConfigError: One has it; names it.
     """
     sections = [(str(key), value) for key, value in config.items() if key != KEY and isinstance(value, Mapping)]
-    for name, section in sections:  # which grows
+    for name, section in sections:  # the list grows by the sections within each
         if KEY in section:
             allowed = f'write it beside "{name.split(".")[0]}", not in it: it is an object of the config\'s top level'
             raise ConfigError(f"{name}.{KEY}", section[KEY], allowed)
@@ -137,7 +141,7 @@ def naming_object_in_errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if re.split(r"[.\[]", error.field)[0] not in _FIELDS:
+        if re.split(r"[.\[]", error.field)[0] not in _FIELDS:  # "paths" of "paths[0].path"
             raise
         raise ConfigError(f"{KEY}.{error.field}", error.value, error.allowed) from error.__cause__
 
@@ -208,12 +212,13 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         raise ConfigError(
             "zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state"
         )
-    if not reduces_during_backward(config):
+    if not reduces_during_backward(config):  # then no update can be made in backward
         ZERO_1_REDUCES.check(f"{KEY}.overlap", settings.overlap)
     weights = _section(config, WEIGHTS)
-    if weights_folder(config) is not None:
+    if weights_folder(config) is not None:  # weights on NVMe
         if stage != 3:
             raise ConfigError(f"{WEIGHTS}.device", "nvme", "use stage 3: others do not shard weights")
+        # Refuses updates in backward, which keep new weights in memory.
         IMAGES_OF_MAPPED.check(f"{KEY}.overlap", settings.overlap)
     elif (device := weights.get("device", "none")) not in ("none", "cpu"):
         raise ConfigError(f"{WEIGHTS}.device", device, 'use "cpu" or "nvme", or leave it out')
@@ -221,22 +226,22 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
 
 
 def _refuse_other_ways(config: Mapping[str, Any]) -> None:
-    """Raise one `ConfigError` about all keys that ask for another way of what this backend does."""
-    found = []
+    """Raise one `ConfigError` about all keys by which DeepSpeed would do in another way what this backend does."""
+    contradicting = []  # rows of key, value, advice
     for section_name, key, harmless, advice in _CONTRADICTING_KEYS:
         value = _section(config, section_name).get(key)
         if value is not None and value != harmless:
-            found.append((f"{section_name}.{key}", value, advice))
+            contradicting.append((f"{section_name}.{key}".lstrip("."), value, advice))
     device = _section(config, OFFLOAD).get("device") or "none"
     if device not in ("cpu", "none"):
         advice = f'write "cpu", or leave it out; where state lives is then said by {KEY}'
-        found.append((f"{OFFLOAD}.device", device, advice))
+        contradicting.append((f"{OFFLOAD}.device", device, advice))
     weights = _section(config, WEIGHTS)
     if weights.get("device") == "nvme":
         advice = "leave it out: the kernel decides how much of the weights' file stays in memory"
-        found += [(f"{WEIGHTS}.{key}", weights[key], advice) for key in _SWAPPER_KEYS if key in weights]
-    if found:
-        (name, value, advice), *others = found
+        contradicting += [(f"{WEIGHTS}.{key}", weights[key], advice) for key in _SWAPPER_KEYS if key in weights]
+    if contradicting:
+        (name, value, advice), *others = contradicting
         too = "".join(f"; nor can {name}: {advice}" for name, _, advice in others)
         raise ConfigError(name, value, f"{advice}{too}")
 
@@ -262,10 +267,10 @@ def reduces_during_backward(config: Mapping[str, Any]) -> bool:
 
 
 def lion_from_config(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the hyperparameters of the config's `optimizer` section of type "Lion".
+    """Return the hyperparameters of Lion that a config gives as `optimizer.params`, which is `given`.
 
     Raises:
-        ConfigError: It has others.
+        ConfigError: It has others than Lion's.
     """
     params = dict(given or {})
     for key in params:
@@ -277,9 +282,11 @@ def lion_from_config(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any]]:
-    """Return whether weight decay is decoupled, and the hyperparameters, by `optimizer.type` and `optimizer.params`.
+    """Return whether weight decay is decoupled, and the hyperparameters, of an Adam in a config.
 
-    Lion is `lion_from_config`'s.
+    Args:
+        name: `optimizer.type` of the config; for Lion see `lion_from_config`.
+        given: `optimizer.params` of the config.
 
     Raises:
         ConfigError: If it is not Adam or AdamW, or asks for a variant that the engine does not run.
@@ -295,6 +302,7 @@ def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple
     decoupled = bool(params.pop("adam_w_mode", True)) or name.lower() == "adamw"
     for key in ("torch_adam", "foreach", "fused"):  # they choose an implementation, and this is another
         params.pop(key, None)
+    # Variants of which the engine runs one alone.
     for key, wanted in (("amsgrad", False), ("bias_correction", True), ("fp32_optimizer_states", True)):
         value = params.pop(key, wanted)
         if value != wanted:

@@ -60,31 +60,38 @@ def export_safetensors(
     """
     path = Path(target)
     with Checkpoint(checkpoint) as opened:
-        tensors = kept_tensors(opened, masters=True)
+        tensors_by_name = kept_tensors(opened, masters=True)
+        # The header comes first in the file, so all shapes are collected before any state is read.
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, kept in tensors.items():
-            shapes |= {f"state.{name}.{tensor}": shape_of(opened, name) for tensor in kept}
+        for name, tensors in tensors_by_name.items():
+            shapes |= {f"state.{name}.{tensor}": shape_of(opened, name) for tensor in tensors}
             shapes[f"state.{name}.step"] = ()
-        header, end = _header(shapes, {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}})
+        header, nbytes = _header(shapes, {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}})
         try:
             with replacing(path, f".{path.name}.partial") as file:
                 file.write(header)
-                done = 0
-                for name, kept in tensors.items():
-                    for tensor in kept:
+                done_bytes = 0
+                for name, tensors in tensors_by_name.items():
+                    for tensor in tensors:
                         for piece_bytes in in_rows(opened, name, tensor):
                             file.write(piece_bytes)
-                            done += piece_bytes.nbytes
-                            progress(done, end)
-                    file.write(np.array(opened.step_of(name), _ITEM).tobytes())
+                            done_bytes += piece_bytes.nbytes
+                            progress(done_bytes, nbytes)
+                    done_bytes += file.write(np.array(opened.step_of(name), _ITEM).tobytes())
+                    progress(done_bytes, nbytes)
         except OSError as cause:
             raise CheckpointError(f"cannot write {path}: {cause.strerror or cause}") from cause
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return the header of a file of fp32 tensors, with entries `about` it first, and the bytes of all tensors."""
+    """Return the header of a file of fp32 tensors, and the bytes of all tensors together.
+
+    Args:
+        shapes: Shapes by key, in the order in which the tensors lie in the file.
+        about: Entries about the file itself, which come first in the header.
+    """
     header = dict(about)
-    end = 0
+    end = 0  # offsets count from the end of the header
     for key, shape in shapes.items():
         start = end
         end += math.prod(shape) * _ITEM.itemsize
@@ -98,19 +105,19 @@ def kept_tensors(opened: Checkpoint, *, masters: bool) -> dict[str, tuple[str, .
     """Return the names of each parameter's state tensors, with `masters` or without.
 
     Raises:
-        CheckpointError: State is packed, and only its class knows its tensors.
+        CheckpointError: State is packed: only the wrapped optimizer class knows which tensors it has.
     """
     first = 0 if masters else 1  # a rule's names begin with the master
-    tensors = {name: opened.rule_of(name).names[first:] for name in opened.names}
-    for name, kept in tensors.items():
-        if PACKED in kept:
+    tensors_by_name = {name: opened.rule_of(name).names[first:] for name in opened.names}
+    for name, tensors in tensors_by_name.items():
+        if PACKED in tensors:
             kind = opened.rule_of(name).name
             raise CheckpointError(f"{opened.path} has state of {kind}: load it there, and save state_dict() instead")
-    return tensors
+    return tensors_by_name
 
 
 def _describe(opened: Checkpoint) -> dict[str, Any]:
-    """Return what a file says of itself beside its tensors."""
+    """Return what an exported file says of its checkpoint beside the tensors: step and metadata."""
     return {"step": opened.step, "metadata": opened.metadata}
 
 
@@ -124,14 +131,15 @@ def shape_of(opened: Checkpoint, name: str) -> tuple[int, ...]:
 
 
 def in_rows(opened: Checkpoint, name: str, tensor: str) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in row-major order, in pieces; a tensor with another order in memory is read whole.
+    """Yield a state tensor's bytes in row-major order, in pieces of at most `PIECE_NUMEL` elements.
 
-    Each piece is overwritten when the next is asked for.
+    Each piece is overwritten when the next is asked for. A tensor that has another order in memory is read whole, as
+    a piece of its rows would lie all over it.
     """
     numel = opened.full_numel(name)
     shape_and_stride = opened.shape_of(name)
     if shape_and_stride is not None:
-        no_memory = torch.empty_strided(*shape_and_stride, dtype=torch.float32, device="meta")
+        no_memory = torch.empty_strided(*shape_and_stride, dtype=torch.float32, device="meta")  # to ask torch only
         if not no_memory.is_contiguous():
             whole = torch.empty(numel, dtype=torch.float32, device="cpu")
             opened.read([Range(name, tensor, 0, whole)])
@@ -153,7 +161,7 @@ class SafetensorsSource:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self.last_version = 0
+        self.last_version = 0  # a file has no tiles, so no versions
         self._strides: Mapping[str, tuple[int, ...]] = {}
         self._entries: dict[str, tuple[tuple[int, ...], int]] = {}
         """Shape of each tensor in the file, and where its bytes begin."""
@@ -173,7 +181,7 @@ class SafetensorsSource:
         self._rules = self._find_rules()
         self.names = [*self._rules]
         counts = [self.step_of(name) for name in self.names]  # raises before anything is loaded if one is wrong
-        self.step = about.get("step", max(counts))
+        self.step = about.get("step", max(counts))  # a file of another writer does not give it
         if type(self.step) is not int or not 0 <= self.step < 1 << 62:
             raise CheckpointError(f"{self.path} is damaged: step is {str(self.step)[:60]}")
         self.metadata: dict[str, Any] = about.get("metadata", {})
@@ -185,12 +193,13 @@ class SafetensorsSource:
         """
         about: dict[str, Any] = {}
         for name, entry in header.items():
-            if name == "__metadata__":
+            if name == "__metadata__":  # the format's own entry, of texts; "offload" is ours
                 about = json.loads(entry.get("offload", "{}"))
                 continue
             start, stop = entry["data_offsets"]
             shape = tuple(entry["shape"])
             sizes = [start, stop, *shape]
+            # By `type`: JSON's true and false are instances of int, too.
             if not all(type(count) is int and 0 <= count < 1 << 62 for count in sizes) or len(sizes) > 64:
                 raise CheckpointError(f"{self.path} is damaged: the sizes of {check_text(name)} are no sizes")
             if entry["dtype"] != "F32" or stop - start != math.prod(shape) * 4 or stop > size - base:
@@ -202,37 +211,42 @@ class SafetensorsSource:
         return about
 
     def _find_rules(self) -> dict[str, UpdateRule]:
-        """Return the rule of each parameter: of those whose state is there, the one with most tensors."""
-        tensors: dict[str, set[str]] = {}
-        for key in self._entries:
+        """Return the rule of each parameter, told by the names of its tensors: a file does not name rules.
+
+        Of the rules whose state tensors are all there, it is the one with most: Lion's `exp_avg` is there where
+        AdamW's `exp_avg` and `exp_avg_sq` are. Parameters that have no rule's state are left out.
+        """
+        tensors_by_name: dict[str, set[str]] = {}
+        for key in self._entries:  # such as "state.layers.0.weight.exp_avg"
             name, _, tensor = key.removeprefix("state.").rpartition(".")
             if key.startswith("state."):
-                tensors.setdefault(name, set()).add(tensor)
-        found = {}
-        for name, tensor_names in tensors.items():
+                tensors_by_name.setdefault(name, set()).add(tensor)
+        rules = {}
+        for name, tensor_names in tensors_by_name.items():
             candidates = [rule for rule in NAMED.values() if tensor_names.issuperset(rule.state)]
             if candidates:
-                found[name] = max(candidates, key=lambda rule: len(rule.state))
-        if not found:
+                rules[name] = max(candidates, key=lambda rule: len(rule.state))
+        if not rules:
             names = " or ".join(dict.fromkeys(rule.state[0] for rule in NAMED.values()))
             raise CheckpointError(
                 f"{self.path} holds no optimizer state: there is no state.<parameter>.{names} in it"
             )
-        return found
+        return rules
 
     def full_numel(self, name: str) -> int:
         """Return the number of elements of a parameter."""
         return int(np.prod(self._shape_of_state(name), dtype=np.int64))
 
     def use_strides(self, strides: Mapping[str, tuple[int, ...]]) -> None:
-        """Read parameters' state, by name, in the order of memory that strides give; in the file it is row-major."""
+        """Set parameters' strides, by name: `read` gives state in that order of memory. The file is row-major."""
         self._strides = strides
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return shape and strides of a parameter, the latter as `use_strides` was given them."""
+        """Return shape and strides of a parameter: the strides of `use_strides`, else row-major ones."""
         shape = self._shape_of_state(name)
         row_major = tuple(torch.empty(shape, dtype=torch.float32, device="meta").stride())
         strides = self._strides.get(name, row_major)
+        # `use_strides` has those of the session's weights; the file's tensor may have another number of dimensions.
         return shape, strides if len(strides) == len(shape) else row_major
 
     def _shape_of_state(self, name: str) -> tuple[int, ...]:
@@ -241,7 +255,7 @@ class SafetensorsSource:
         return shape
 
     def rule_of(self, name: str) -> UpdateRule:
-        """Return the rule whose state a parameter has: of several with such tensors the one with most."""
+        """Return the rule whose state a parameter has, as `_find_rules` tells it by the tensors' names."""
         return self._rules[name]
 
     def keeps(self, name: str, rule: UpdateRule) -> bool:
@@ -289,7 +303,10 @@ class SafetensorsSource:
         return {key: shape for key, (shape, _) in self._entries.items()}
 
     def read(self, ranges: Sequence[Range]) -> None:
-        """Read ranges of state tensors, not through the mapping: its pages would count as this process's memory."""
+        """Read ranges of state tensors, `READ_NUMEL` elements at a time, rounded to the dtype of their `out`.
+
+        The file is not read through its mapping, whose pages would count as this process's memory.
+        """
         buffer = torch.empty(READ_NUMEL, dtype=torch.float32, device="cpu")
         try:
             with open(self.path, "rb", buffering=0) as file:
@@ -299,8 +316,8 @@ class SafetensorsSource:
                         raise CheckpointError(f"{self.path}: {key} is missing")
                     _, begin = self._entries[key]
                     is_never_negative = item.tensor in self._rules[item.name].roots
-                    in_order = self._read_in_order(file, item, begin)
-                    file.seek(begin + item.start * _ITEM.itemsize)
+                    in_order = self._read_in_order(file, item, begin)  # None: the range is one run of the file
+                    file.seek(begin + item.start * _ITEM.itemsize)  # after that call, which moves the position
                     for start in range(0, item.out.numel(), READ_NUMEL):
                         out = item.out[start : start + READ_NUMEL]
                         values = buffer[: out.numel()]
@@ -315,7 +332,11 @@ class SafetensorsSource:
             raise CheckpointError(f"{self.path} cannot be read: {cause}") from cause
 
     def _read_in_order(self, file: io.FileIO, item: Range, begin: int) -> torch.Tensor | None:
-        """Return a range's elements, from a tensor that is read whole; None if memory is row-major, as the file."""
+        """Return a range's elements in the parameter's order of memory; None if that is row-major, as the file is.
+
+        In another order the range's elements may lie anywhere in the file, so the whole tensor is read. `begin` is
+        where the tensor's bytes begin in the file.
+        """
         shape, strides = self.shape_of(item.name)
         in_order = torch.empty_strided(shape, strides, dtype=torch.float32, device="meta")
         if in_order.is_contiguous():
@@ -323,6 +344,7 @@ class SafetensorsSource:
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         file.seek(begin)
         _fill(file, whole)
+        # `copy_` goes by index, so it puts elements in the order of the strides; `as_strided` reads memory flat.
         flat = torch.empty_like(in_order, device="cpu").copy_(whole).as_strided((whole.numel(),), (1,))
         return flat[item.start : item.start + item.out.numel()]
 
@@ -346,7 +368,10 @@ def _fill(file: io.FileIO, values: torch.Tensor) -> None:
 
 
 def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Write a checkpoint's state as a `torch.distributed.checkpoint` folder, by way of a file beside it.
+    """Write a checkpoint's state as a `torch.distributed.checkpoint` folder.
+
+    The state goes to a temporary safetensors file beside the folder first. torch saves tensors, not streams, and
+    tensors over that file, mapped, take no memory of their own.
 
     Raises:
         CheckpointError: The checkpoint cannot be read, or the folder not written.
@@ -356,6 +381,7 @@ def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.Path
     folder = Path(target)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # The name is cut, as a file system limits its length.
         with working_in(folder.with_name(f".{folder.name[:100]}.partial")) as scratch:
             file = scratch / "state.safetensors"
             export_safetensors(checkpoint, file)
@@ -379,7 +405,7 @@ def _silencing_single_process() -> Iterator[None]:
 
 
 def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[str]) -> SafetensorsSource:
-    """Copy the optimizer state of a `torch.distributed.checkpoint` folder to a file, and return that as a source.
+    """Copy the optimizer state of a `torch.distributed.checkpoint` folder to a safetensors file; return its source.
 
     Args:
         path: The folder; state lies under `state.<parameter>.exp_avg` and so on, under any prefix.
@@ -393,18 +419,20 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
 
     try:
         entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as cause:
+    except Exception as cause:  # torch unpickles the metadata, which may raise anything
         raise CheckpointError(f"{os.fspath(path)} cannot be read as a distributed checkpoint: {cause}") from cause
     shapes: dict[str, tuple[int, ...]] = {}
     keys_in_folder: dict[str, str] = {}
     for key, entry in entries.items():
-        _, separator, state_name = f".{key}".partition(".state.")  # the prefix may be empty
+        # Keys are such as "optim.state.layers.0.weight.exp_avg"; the prefix may be empty, so a dot goes before it.
+        _, separator, state_name = f".{key}".partition(".state.")
         if separator and isinstance(entry, TensorStorageMetadata):
             shapes[f"state.{state_name}"] = tuple(entry.size)
             keys_in_folder[f"state.{state_name}"] = key
     header, nbytes = _header(shapes, {})
     _make_file(scratch, header, nbytes, copy_of=path)
-    if nbytes:
+    if nbytes:  # else there is nothing to load
+        # `dcp.load` copies into tensors that it is given: here views of the mapped file, which it fills so.
         memory = np.memmap(scratch, np.uint8, mode="r+")
         state: dict[str, Any] = {}
         end = len(header)

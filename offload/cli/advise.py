@@ -1,4 +1,9 @@
-"""What of a plan is left open: idle memory, the switch that makes a model fit, and the settings that pay."""
+"""Chooses what a user of `offload plan` has left open: budgets that use idle memory, and the settings that pay.
+
+`Choices` has the variants of a scenario and finds those that fit; `best_settings` and `cheapest_setting` search them.
+`fitting_switches_text` names the switches that make a model fit, `advice` what would make an iteration shorter. The
+rest says in words what was found, and writes it as lines to paste.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +44,20 @@ from offload.formats import EXACT, StateFormat
 from offload.units import format_bytes, format_seconds
 
 Report = Callable[[int, int, str], None]
-"""Told how many of how many settings are done, and what is done to them."""
+"""Called with the number of settings that are done, the number of all, and "planned" or "simulated", as they are."""
 
 FITTING_ROUNDS = 7
-"""Budgets that are tried to find the largest that fits: 0, then more by what is left or less by what is too much.
-Other memory (buffers, gradients of what is updated elsewhere) changes with the budget, so one round is not enough."""
+"""Most budgets that `_largest_fitting_budget` tries: 0, then more by what is left or less by what is too much. Other
+memory (buffers, gradients of what is updated elsewhere) changes with the budget, so one round is not enough."""
 
 HALVINGS = 7
-"""Of the interval in which the least host memory that meets a target is looked for: to within 1% of the most."""
+"""Most steps of the bisection for the least host memory that meets a target: to 1/128 of what it begins with."""
 
 ROUNDING_UNITS = (1 << 30, 1 << 27, 1 << 20)
-"""A size that is chosen is a multiple of the largest of these that is at most an eighth of it."""
+"""A computed budget is a multiple of the largest of these units that is at most an eighth of the budget."""
 
 SPARE_DIVISOR = 64
-"""A budget has 1/64 more than the state that is at home there."""
+"""A budget for known state has 1/64 more than the state takes."""
 
 GPU_UPDATE_SHARES = (0.5, 0.25, 0.125)
 """Fractions of the updates on the GPU, tried in turn if the GPU has no room for the gradients of the best one."""
@@ -60,9 +65,11 @@ GPU_UPDATE_SHARES = (0.5, 0.25, 0.125)
 MOST_SHOWN = 3
 """Settings that `--advise` shows."""
 MOST_LESSENED = 4
-"""How often host memory for state is lessened to hide steps: new weights of what is streamed then take some of it."""
+"""How often, at most, host memory for state is lessened to make room for hidden steps. Once may not be enough: the
+state that is streamed instead has new weights, which take some of the memory again."""
 MOST_SIMULATED = 5
-"""Settings that are simulated: those that the closed form finds best, and the best `MOST_SHOWN` with exact state."""
+"""Settings that are simulated because the closed form finds them best. The best `MOST_SHOWN` with exact state are
+simulated, too, if they are not among them."""
 
 WORTH_HIDING = 0.02
 """Fraction of an iteration that hiding the step has to save, to be worth its setting."""
@@ -74,9 +81,10 @@ WORTH_MEMORY = 0.01
 """Fraction of an iteration below which the setting that takes less memory is the better one."""
 
 RECOMPUTE_ASKS = 3
-"""What recomputation asks of the user, on the scale of `offload.config.Tried.asks`."""
+"""How much recomputation asks of the user, on the scale of `offload.config.Tried.asks`: variants that ask least come
+first."""
 PLACE_ASKS = {"host": 8, "path": 200}
-"""Likewise for weights that lie elsewhere than where they are computed."""
+"""How much weights in host memory, or in a file on a path, ask of the user, on the same scale."""
 
 MOST_GPU_BYTES_MORE = 10 << 30
 """Most bytes by which GPU memory for state is raised to see what that would save."""
@@ -94,7 +102,7 @@ FRAMEWORKS = {
     "deepspeed": "DeepSpeed, in its config",
     "transformers": "Trainer",
 }
-"""For what a setting is written, by the words of `--for`, and what its lines begin with."""
+"""What lines to paste are written for: the words of `--for`, each with the title of its lines."""
 
 
 TRAINER_DEEPSPEED = {
@@ -105,16 +113,35 @@ TRAINER_DEEPSPEED = {
 DeepSpeed's Adam for the CPU, which is not used."""
 
 
+OPTIMIZERS = {
+    "adam": ("AdamW(model.named_parameters(), lr=1e-5", 'optim="offload_adamw"'),
+    "lion": ("Lion(model.named_parameters(), lr=1e-5", 'optim="offload_lion"'),
+    "adagrad": ("Adagrad(model.named_parameters(), lr=1e-3", 'optim="offload_adagrad"'),
+    "sgd": (
+        "SGD(model.named_parameters(), lr=1e-3, momentum=0.9",
+        'optim="offload_sgd", optim_args="momentum=0.9"',
+    ),
+}
+"""By rule, in code to paste: how the call begins that makes the optimizer, and the Trainer's arguments for it."""
+
+
 _NO_MODEL_FILE = (
     "    # checkpoint-N: DeepSpeed's files alone; for model.safetensors, too, gathered in rank 0's memory, give "
     '"zero_optimization" "stage3_gather_16bit_weights_on_model_save": True'
 )
+"""A comment among the Trainer's lines for ZeRO-3, whose checkpoints have no file of the whole model."""
 
 
 def can_have_weights(framework: str | None, place: str, ranks: int) -> bool:
-    """Return whether one of `FRAMEWORKS` can have weights there (a value of `Model.weights_on`); true of None.
+    """Return whether a framework can train with the weights in a place.
 
-    The Trainer of one rank has none in a file; that of several shards by DeepSpeed, which can have all.
+    All can, with one exception: the Trainer of one rank cannot have weights in a file. With several ranks the Trainer
+    shards by DeepSpeed, which can.
+
+    Args:
+        framework: One of `FRAMEWORKS`; None for any.
+        place: A value of `Model.weights_on`.
+        ranks: Number of all ranks.
     """
     return framework != "transformers" or ranks > 1 or place != "path"
 
@@ -154,12 +181,14 @@ class Choices:
             framework: See `Choices`.
         """
         computed = {name for name in COMPUTED_SETTINGS if given.get(name, "auto") == "auto"}
+        # What recomputation saves is known only if the bytes of activations are.
         can_recompute = bool(scenario.forward_backward_bytes) and not scenario.model.recompute
         places = [scenario.model.weights_on]
-        # Others are tried for one rank alone, and not against what says that weights lie on the GPU.
+        # Other places are tried only for one rank, at the usual stage (streamed weights refuse others), and only if
+        # no given setting says that weights lie on the GPU.
         is_open = weights_on is None and scenario.machine.all_ranks == 1 and scenario.model.stage == 3
         if is_open and not GPU_SETTINGS & given.keys():
-            if scenario.machine.rates.gpu.lanes:
+            if scenario.machine.rates.gpu.lanes:  # without a GPU there are none
                 places.append("host")
             if scenario.machine.rates.paths and can_have_weights(framework, "path", ranks=1):
                 places.append("path")
@@ -172,9 +201,9 @@ class Choices:
         )
 
     def _values_to_try(self, scenario: Scenario) -> dict[str, tuple[Any, ...]]:
-        """Return the values to try of each setting that is not computed.
+        """Return by name the values to try of each setting that `offload plan` tries, and does not compute.
 
-        Its own value alone if it is given, or if another would change nothing.
+        A setting that the user has given, or that is not worth trying here, keeps the scenario's value.
         """
         values = {}
         for name, field in ADVISED.items():
@@ -192,6 +221,7 @@ class Choices:
         for place in self.places:
             moved = scenario.with_weights_on(place)
             values = self._values_to_try(moved)
+            # A combination has a value of each setting, in the order of `values`, and last whether to recompute.
             for *chosen, recompute in itertools.product(*values.values(), self.recompute):
                 settings = dict(zip(values, chosen, strict=True))
                 asks = PLACE_ASKS.get(place, 0) + (RECOMPUTE_ASKS if recompute else 0)
@@ -204,12 +234,15 @@ class Choices:
     def fitting_answers(
         self, scenario: Scenario, report: Report = lambda done, total, words: None, *, leaves: bool = True
     ) -> Iterator[Answer]:
-        """Yield, by the closed form, every variant that fits, with its budgets.
+        """Yield the answer, by the closed form, about every variant that fits, with its budgets computed.
+
+        Those that ask least of the user come first.
 
         Args:
             scenario: What is asked.
             report: Called with the number of variants that are done, and of all.
-            leaves: Whether one fits only if it leaves what should be left of the host and of the GPU.
+            leaves: Whether a variant fits only if it leaves free what a plan should: `reserved_bytes` of the host,
+                all but `gpu_room` of a GPU.
 
         Raises:
             PlanError: None fits; it says what is lacking for the variant that lacks fewest bytes.
@@ -220,11 +253,12 @@ class Choices:
         fitting: list[StateFormat] = []
         for number, variant in enumerate(variants):
             report(number, len(variants), "planned")
+            # The larger a format's `code`, the more it rounds; exact state's is 0.
             least_rounding = min((state_format.code for state_format in fitting), default=math.inf)
             # Weights in a file are slower and wear a drive: only if nothing fits yet that rounds state as little.
             if variant.model.weights_on == "path" and least_rounding <= variant.config.format.code:
                 continue
-            planned = variant  # which the error names if no budgets can be fixed
+            planned = variant  # named by the error below if no budgets can be computed
             try:
                 planned = self.fix_budgets(variant)
                 answer = self._fitting_answer(planned, leaves=leaves)
@@ -239,16 +273,24 @@ class Choices:
             text = f"{misfit_text(why)} with the settings{framework} that lack least ({nearest})"
             if any(lacks_drives(error) for error, _ in misfits):
                 text += self._drives_text(scenario, leaves=leaves)
+            # `fitting_switches_text` reads this text up to its first "; ", and the cause.
             raise PlanError(f"{text}; {in_options(str(why), 'plan')}") from why
 
     def _fitting_answer(self, planned: Scenario, *, leaves: bool) -> Answer:
-        """Return the answer by the closed form about a variant with its budgets; raise if it does not fit."""
-        answer = ask(planned, simulate=False)
+        """Return the answer, by the closed form, about a variant whose budgets are computed.
+
+        Raises:
+            InfeasiblePlanError: It does not fit, or with `leaves` leaves too little memory free.
+        """
+        answer = ask(planned, simulate=False)  # raises if it does not fit at all
         check_fits(planned, self._limit_of_host(planned, leaves=leaves), answer.use, leaves=leaves)
         return answer
 
     def _drives_text(self, scenario: Scenario, *, leaves: bool) -> str:
-        """Return in words the least size of the drives with which a variant fits, and which variant; "" if none."""
+        """Return in words the least size of drives with which a variant fits, and that variant; "" if none ever does.
+
+        Variants are planned with endless drives, to see how much of these each needs.
+        """
         fitting: list[Answer] = []
         for variant in self.variants(scenario.with_room_on_paths()):
             with contextlib.suppress(InfeasiblePlanError):
@@ -260,10 +302,14 @@ class Choices:
         return f", or drives of {size} in all with these ({least.scenario})"
 
     def _limit_of_host(self, scenario: Scenario, *, leaves: bool) -> int | None:
-        """Return the node's memory that a variant has to fit; None for no limit.
+        """Return the bytes of the node's memory for `check_fits`; None for no limit.
 
-        What is left of a host whose budget is given is the user's choice. Without paths the system's part stays free
-        in any case, by `check_fits` if `leaves`, else here: only with paths the budget itself can be less.
+        There is no limit if the node's memory is unknown, or if the user has given the budget of host memory: how
+        much that leaves free is the user's choice. Else it is all of the node's memory, of which `check_fits` keeps
+        the system's part (`reserved_bytes`) free with `leaves`.
+
+        Without paths that part has to stay free without `leaves`, too, so it is then taken off here. With paths the
+        computed budget leaves it free, as far as a smaller budget can; without paths the budget is that of all state.
         """
         if "host_memory" not in self.computed or scenario.machine.memory_bytes is None:
             return None
@@ -273,19 +319,22 @@ class Choices:
         return memory_bytes - reserved_bytes(memory_bytes, scenario.machine.ranks)
 
     def fix_budgets(self, scenario: Scenario) -> Scenario:
-        """Return the scenario with computed budgets that use idle memory, and as many GPU updates as have room.
+        """Return the scenario with the settings of `computed`: budgets that use idle memory, and a placement.
 
         Gradients of what the GPU updates stay there until the step, so fewer updates there need less of its memory.
+        If the placement is computed, less and less is updated on the GPU until its memory suffices.
         """
         gpu_memory = scenario.machine.rates.gpu.memory_bytes
+        # Without a GPU that computes, or if its size is unknown (0), there is no limit that a placement has to meet.
         if not (gpu_memory and scenario.computes_on_gpu):
             return self._with_budgets(scenario)
-        if gpu_memory < scenario.least_gpu_bytes:  # no budgets fit: the error will be about the leanest
-            least = 0 if scenario.machine.rates.paths else scenario.state_bytes
+        # Nothing fits the GPU. Return the settings that need least, as the caller's error says how much is lacking.
+        if gpu_memory < scenario.least_gpu_bytes:
+            least = 0 if scenario.machine.rates.paths else scenario.state_bytes  # without paths all state lies there
             if "placement" in self.computed:
                 scenario = scenario.with_settings(placement="cpu")
             return scenario.with_settings(host_memory=least) if "host_memory" in self.computed else scenario
-        by_gpu_bytes: dict[int, Scenario] = {}
+        by_gpu_bytes: dict[int, Scenario] = {}  # in the order in which placements are tried
         placements: list[Any] = [scenario.config.placement]
         if "placement" in self.computed and scenario.model.weights_on_gpu:
             placements += [*GPU_UPDATE_SHARES, "cpu"]
@@ -298,14 +347,15 @@ class Choices:
             if gpu_bytes <= gpu_room(gpu_memory):
                 return candidate
             by_gpu_bytes.setdefault(gpu_bytes, candidate)
-        # None leaves free what should be: take the first that fits at all, or the one nearest to that.
+        # No candidate leaves enough of the GPU free: take the first that fits at all, else the one that lacks least.
         fitting = (candidate for gpu_bytes, candidate in by_gpu_bytes.items() if gpu_bytes <= gpu_memory)
         return next(fitting, by_gpu_bytes[min(by_gpu_bytes)])
 
     def _with_budgets(self, scenario: Scenario) -> Scenario:
-        """Return a scenario with the most memory for state that leaves the system's part, on the GPU and the host.
+        """Return a scenario whose computed budgets for state use all memory of host and GPU that need not stay free.
 
-        Without paths, host memory gets what the state takes, as in a session.
+        Without paths the budget of host memory is what the state takes, as in a session. GPU memory is chosen after
+        host memory. Host memory is then chosen again, as state on the GPU needs no gradients in host memory.
         """
         gpu_memory = scenario.machine.rates.gpu.memory_bytes
         host_room = self._host_room(scenario)
@@ -313,9 +363,11 @@ class Choices:
         chooses_gpu = "gpu_memory" in self.computed
         if chooses_gpu:  # host memory is chosen first, as if no state were at home on the GPU
             scenario = scenario.with_settings(gpu_memory=0)
+        # All state has to lie in memory. If a rank may take no host memory, or it is unknown how much (`host_room` is
+        # 0), the budget becomes 0 below.
         if chooses_host and host_room and not scenario.machine.rates.paths:
             scenario = scenario.with_settings(host_memory=_with_spare(scenario.state_bytes))
-            chooses_host = False
+            chooses_host = False  # chosen for good
         if chooses_host:
             scenario = _with_largest_host_memory(scenario, host_room)
         # Without tokens it is unknown what activations leave of the GPU.
@@ -338,27 +390,28 @@ def _with_largest_host_memory(scenario: Scenario, room: int) -> Scenario:
 
 
 def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
-    """Return the largest budget found with which no more is taken than there is room for; 0 if none fits.
+    """Return about the largest budget for state with which a rank takes at most `room` bytes in all.
 
-    Each round plans with a budget, and then adds what is left of the room to the state, or takes off what is too
-    much, as if all else stayed as it is. Where that is known to be too much, or a plan is impossible, the middle of
-    what is left is next.
+    If there is none, it is 0, or a budget with which planning fails. The budget is searched for, as other uses of the
+    memory (buffers, gradients) depend on it. Each round plans with a budget, which is then corrected by what is left
+    of the room, or by what is too much, as if other uses stayed the same. If the corrected budget is known not to
+    fit, or nothing can be planned, the middle of the interval in which the answer lies is next.
 
     Args:
-        scenario: Whose budget it is.
+        scenario: The scenario to plan.
         field: The budget: "host_memory" or "gpu_memory".
-        room: Bytes that a rank may take.
+        room: Bytes of that memory that a rank may take for all uses.
     """
-    # With `lower` all fits, or it is too little for a plan; with `too_much` it does not fit. The answer is between.
+    # The answer lies between. `lower`: fits, or is too small for a plan. `too_much`: does not fit.
     lower, too_much = 0, room + 1
     most = room // LEAST_BUDGET * LEAST_BUDGET
     budget = 0
-    last_state_bytes = -1
+    last_state_bytes = -1  # what state took of the budget before; -1: none was planned
     for _ in range(FITTING_ROUNDS):
         try:
             use = memory_use(scenario.with_settings(**{field: budget}))
-        except InfeasiblePlanError:  # it is too little for what has to lie there: try all the room, then between
-            if budget >= most:
+        except InfeasiblePlanError:  # too small for what has to lie there: try all of the room, then the middle
+            if budget >= most:  # not even all of the room is enough
                 return 0
             lower = budget
             budget = _round_down((lower + too_much) // 2) if budget else most
@@ -370,11 +423,12 @@ def _largest_fitting_budget(scenario: Scenario, field: str, room: int) -> int:
         else:
             lower = budget
         state_bytes = bytes_by_purpose["state"]
-        nearer = _round_down(max(0, min(budget, state_bytes) - excess))  # as other uses hardly change
-        if nearer <= lower or state_bytes == last_state_bytes:  # nothing more fits, or more budget has no effect
+        # From what state takes of the budget: less by what is too much, or more by what is left (`excess` below 0).
+        corrected = _round_down(max(0, min(budget, state_bytes) - excess))
+        if corrected <= lower or state_bytes == last_state_bytes:  # nothing more fits, or more budget has no effect
             break
         last_state_bytes = state_bytes
-        budget = nearer if nearer < too_much else _round_down((lower + too_much) // 2)
+        budget = corrected if corrected < too_much else _round_down((lower + too_much) // 2)
     return _round_down(lower)
 
 
@@ -385,7 +439,7 @@ def _round_down(budget: int) -> int:
 
 
 def _with_spare(state_bytes: int, most: int = 1 << 62) -> int:
-    """Return a budget for state with a little to spare, at most `most`, rounded up."""
+    """Return a budget for so much state: with 1/64 to spare, but at most `most` bytes, then rounded up."""
     nbytes = min(state_bytes + state_bytes // SPARE_DIVISOR, most)
     unit = _rounding_unit(nbytes)
     return (nbytes + unit - 1) // unit * unit
@@ -397,21 +451,25 @@ def _rounding_unit(budget: int) -> int:
 
 
 def fitting_switches_text(scenario: Scenario, choices: Choices) -> tuple[str, bool]:
-    """Return in words the fewest switches with which a model fits that does not, or what is lacking with all of them.
+    """Say what would make a model fit that does not: the switches that ask least of the user.
 
-    If those that are left open do not help, the user's own budgets and placement are given up, too. "" if nothing can
-    be planned. Also return whether it fits with them.
+    A switch is another value of a setting, of recomputation, or of the place of weights. If what the user has left
+    open does not help, the user's own budgets and placement are given up, too.
+
+    Returns:
+        The switches in words, or what is lacking with all of them, or "" if nothing can be planned; and whether the
+        model fits with these switches.
     """
     all_computed = replace(choices, computed=COMPUTED_SETTINGS - scenario.implied_settings)
     lacking = ""
-    for opened in dict.fromkeys((choices, all_computed)):  # once if they are the same
+    for tried_choices in dict.fromkeys((choices, all_computed)):  # once if they are the same
         try:
-            first = next(opened.fitting_answers(scenario, leaves=False))
-        except PlanError as error:  # none fits: open more
+            first = next(tried_choices.fitting_answers(scenario, leaves=False))
+        except PlanError as error:  # none fits: try more; the text before the first "; " says what is lacking
             lacking = str(error).partition("; ")[0].removeprefix(f"{DOES_NOT_FIT} ")
             if isinstance(error.__cause__, InfeasiblePlanError):
                 lacking += f"; to have these fit, {in_options(error.__cause__.advice, 'plan')}"
-        except ConfigError:
+        except ConfigError:  # nothing can be planned; the next choices may have a plan
             pass
         else:
             return f"it fits with {' and '.join(switch_texts(scenario, first.scenario, choices))}", True
@@ -419,7 +477,10 @@ def fitting_switches_text(scenario: Scenario, choices: Choices) -> tuple[str, bo
 
 
 def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[str]:
-    """Return how to come from one scenario to another, each switch by its setting and its option."""
+    """Return texts that say what differs between two scenarios, each with the setting and its option.
+
+    Budgets and placement that were computed anyway are left out.
+    """
     # Numbers order the texts: settings by their `asks`, weights elsewhere (98) and recomputation (99) just before
     # rounded state (100), and last budgets and placement that the user has given.
     asks_and_texts: list[tuple[int, str]] = []
@@ -445,7 +506,7 @@ def switch_texts(before: Scenario, after: Scenario, choices: Choices) -> list[st
 
 
 def _option_with_value(name: str, value: Any) -> str:
-    """Return how an option is written on the command line."""
+    """Return how the option of a setting is written on the command line to give this value."""
     option = option_of(name)
     if isinstance(value, bool):
         return option if value else option.replace("--", "--no-", 1)
@@ -471,12 +532,15 @@ class Setting:
 
     @classmethod
     def of(cls, answer: Answer) -> Setting:
-        """Return an answer's settings, with the step hidden where that makes the iteration shortest."""
+        """Return an answer's settings, with the step hidden where the iteration is shortest; not if that hardly pays.
+
+        Hiding in backward is left out if host memory has no room for it.
+        """
         worthwhile_s = (1 - WORTH_HIDING) * answer.iteration_s
         scenario = answer.scenario
-        hidden_s = dict(answer.overlapped_s)
+        hidden_s = dict(answer.overlapped_s)  # seconds of an iteration by where its step is hidden
         if scenario.machine.all_ranks > 1 and scenario.model.weights_on_gpu:
-            hidden_s = {}  # what ranks exchange there is not predicted
+            hidden_s = {}  # what ranks exchange meanwhile is not predicted
         # "both" may seem to pay even if "backward" does not: where little is streamed, it is predicted to hide what
         # waits for the norm.
         backward_pays = hidden_s.get("backward", math.inf) <= worthwhile_s
@@ -489,15 +553,15 @@ class Setting:
 
     @classmethod
     def best_of(cls, answer: Answer, choices: Choices) -> Setting:
-        """Return what `of` does, or the same with less state in host memory, if hiding in backward needs that memory.
+        """Return the answer's setting (see `of`), or one with less state in host memory, if that is faster.
 
-        That is tried where the search may choose how much host memory state takes.
+        Less state is tried if hiding steps in backward lacks host memory, and the budget is among what is computed.
         """
         setting = cls.of(answer)
         if "host_memory" not in choices.computed or not _lacking_for_hiding(answer):
             return setting
-        hides = _with_room_for_hiding(answer)
-        return setting if hides is None else min(setting, cls.of(hides), key=lambda each: each.iteration_s)
+        roomy = _with_room_for_hiding(answer)
+        return setting if roomy is None else min(setting, cls.of(roomy), key=lambda each: each.iteration_s)
 
     @property
     def rounds(self) -> bool:
@@ -525,12 +589,16 @@ def _lacking_for_hiding(answer: Answer) -> int:
 
 
 def _with_room_for_hiding(answer: Answer) -> Answer | None:
-    """Return an answer with so much less state in host memory that steps can be hidden in backward; None if none."""
+    """Return an answer with less state in host memory, so that steps can be hidden in backward; None if none can.
+
+    The bytes that are lacking are taken off the budget, up to `MOST_LESSENED` times: what is streamed instead needs
+    some memory, too.
+    """
     scenario = answer.scenario
     for _ in range(MOST_LESSENED):
         lacking = _lacking_for_hiding(answer)
         if not lacking:
-            return ask(scenario)
+            return ask(scenario)  # simulated; the answers before, by the closed form, only told the bytes
         if scenario.host_memory < lacking:
             return None
         scenario = scenario.with_host_memory(_round_down(scenario.host_memory - lacking))
@@ -542,10 +610,14 @@ def _with_room_for_hiding(answer: Answer) -> Answer | None:
 
 
 def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
-    """Return the fields of an `OffloadConfig` that an answer is about; what is the default is left out."""
+    """Return an answer's settings as fields of an `OffloadConfig`, as a user would write them; without defaults.
+
+    Budgets are what the plan's state takes of them, with a little to spare: the rest would stay unused.
+    """
     scenario = answer.scenario
     host_bytes = _used_of_budget(answer, home="HOST", budget=scenario.host_memory, used=answer.use.host_bytes)
     gpu_bytes = _used_of_budget(answer, home="GPU", budget=scenario.gpu_memory, used=answer.use.gpu_bytes)
+    # Empty unless the user has given a size for each memory node; these sizes are written as they are.
     nodes = {f"node{number}": budget_text(nbytes) for number, nbytes in scenario.config.node_bytes.items()}
     chosen = {
         "host_memory": nodes or budget_text(host_bytes),
@@ -563,8 +635,13 @@ def config_of(answer: Answer, overlap: str = "off") -> dict[str, Any]:
 def _used_of_budget(answer: Answer, *, home: str, budget: int, used: int) -> int:
     """Return how much of a budget to give: what a plan's state takes of it, with a little to spare, rounded up.
 
-    The spare is for the padding of a model's own tensors, which is not known here; it is within `used`, all that the
-    plan uses of that memory. `home` is a name of `Home`.
+    The spare is for the padding of a model's own tensors, which is not known here.
+
+    Args:
+        answer: The answer with the plan.
+        home: Name of the `Home` that the budget is for.
+        budget: The budget that the plan was made with; the result is no more.
+        used: All bytes that the plan uses of that memory: state with the spare takes no more, before it is rounded.
     """
     from offload.plan import Home
 
@@ -572,9 +649,10 @@ def _used_of_budget(answer: Answer, *, home: str, budget: int, used: int) -> int
 
 
 def best_settings(scenario: Scenario, choices: Choices, report: Report) -> list[Setting]:
-    """Return the best settings: one with exact state, if that fits, then others by the length of their iterations.
+    """Return the best settings, `MOST_SHOWN` at most: one with exact state, if that fits, then the fastest others.
 
-    Those that another beats (as good in every way, and better in one) come last.
+    Those that another beats (as good in every way, and better in one) come last. All variants are compared by the
+    closed form; the best of them are then simulated, which takes longer.
 
     Raises:
         PlanError: None fits.
@@ -582,11 +660,11 @@ def best_settings(scenario: Scenario, choices: Choices, report: Report) -> list[
     """
     answers = sorted(choices.fitting_answers(scenario, report), key=lambda answer: answer.iteration_s)
     exact = [answer for answer in answers if not answer.scenario.config.format.rounds]
-    simulated = answers[:MOST_SIMULATED]
-    simulated += [answer for answer in exact[:MOST_SHOWN] if all(answer is not other for other in simulated)]
+    to_simulate = answers[:MOST_SIMULATED]
+    to_simulate += [answer for answer in exact[:MOST_SHOWN] if all(answer is not other for other in to_simulate)]
     settings = []
-    for number, answer in enumerate(simulated):
-        report(number, len(simulated), "simulated")
+    for number, answer in enumerate(to_simulate):
+        report(number, len(to_simulate), "simulated")
         settings.append(Setting.best_of(ask(answer.scenario), choices))
     settings.sort(key=lambda setting: (setting.iteration_s, setting.answer.use.host_bytes))
     first = next((setting for setting in settings if not setting.rounds), settings[0])
@@ -609,15 +687,17 @@ def _beats(one: Setting, other: Setting) -> bool:
 
 
 def cheapest_setting(scenario: Scenario, choices: Choices, target_s: float, report: Report) -> Setting:
-    """Return the setting that asks least of the user and of memory and whose iteration takes at most `target_s`.
+    """Return the setting that asks least of the user and whose iteration takes at most `target_s` seconds.
+
+    If host memory is among what is computed, it is about the least that meets the target.
 
     Raises:
         PlanError: None is so fast, or none fits.
         ConfigError: None can be planned.
     """
-    tried: list[Setting] = []
+    too_slow: list[Setting] = []
     hopeless: list[Answer] = []
-    for answer in choices.fitting_answers(scenario, report):
+    for answer in choices.fitting_answers(scenario, report):  # those that ask least come first
         # Not worth a simulation: hiding a step does not make an iteration a quarter of it.
         if answer.iteration_s > 4 * target_s:
             hopeless.append(answer)
@@ -625,10 +705,11 @@ def cheapest_setting(scenario: Scenario, choices: Choices, target_s: float, repo
         setting = Setting.best_of(ask(answer.scenario), choices)
         if setting.iteration_s <= target_s:
             return _with_least_memory(setting, target_s) if "host_memory" in choices.computed else setting
-        tried.append(setting)
+        too_slow.append(setting)
+    # No setting is fast enough: the error names the fastest.
     hopeless.sort(key=lambda answer: answer.iteration_s)
-    tried += [Setting.best_of(ask(answer.scenario), choices) for answer in hopeless[:MOST_SHOWN]]
-    fastest = min(tried, key=lambda setting: setting.iteration_s)
+    too_slow += [Setting.best_of(ask(answer.scenario), choices) for answer in hopeless[:MOST_SHOWN]]
+    fastest = min(too_slow, key=lambda setting: setting.iteration_s)
     answer = fastest.answer
     mark = answer.scenario.guess_mark
     why = f"; * {answer.scenario.guess_warning}" if answer.scenario.guess_warning else ""
@@ -640,10 +721,11 @@ def cheapest_setting(scenario: Scenario, choices: Choices, target_s: float, repo
 
 
 def _with_least_memory(setting: Setting, target_s: float) -> Setting:
-    """Return a setting with the least host memory with which it still meets a target.
+    """Return a setting that meets a target (seconds of an iteration) with about the least host memory that does.
 
-    The closed form, scaled to what was simulated, finds that memory by bisection. Then simulations confirm it, with
-    half of the difference to the setting's memory added each time that one misses the target.
+    First a bisection finds that memory by the closed form, which is cheap. Its seconds are scaled by the ratio of the
+    given setting's iteration, which was simulated, to the closed form's. Then simulations confirm it. Each time that
+    one misses the target, half of the difference to the given setting's memory is added.
     """
     scenario = setting.answer.scenario
     simulated_to_closed_form = setting.iteration_s / ask(scenario, simulate=False).iteration_s
@@ -687,6 +769,7 @@ def settings_table(settings: list[Setting]) -> str:
         mark = answer.scenario.guess_mark
         iteration = "-" if answer.forward_s is None else f"{format_seconds(setting.iteration_s)}{mark}"
         step = f"{format_seconds(answer.step_s)}{mark}"
+        # Host memory of all ranks of a node, which share it; GPU memory of one rank, as each has a GPU of its own.
         host = format_bytes(answer.scenario.machine.ranks * answer.use.host_bytes)
         gpu = format_bytes(answer.use.gpu_bytes) if answer.use.gpu_bytes else "-"
         rows.append((f"{number}", str(setting), iteration, step, host, gpu, answer.estimate.bound_by))
@@ -694,32 +777,45 @@ def settings_table(settings: list[Setting]) -> str:
 
 
 def to_paste(setting: Setting, framework: str | None = None) -> str:
-    """Return a setting as one would write it for one of `FRAMEWORKS`, or for each that can have it."""
+    """Return the lines that give a setting in one of `FRAMEWORKS`; None: in each that can have the setting.
+
+    For one that cannot, it is a line that says why.
+    """
     lines_by_framework = _lines_to_paste(setting)
     if framework is None:
         return "\n".join(itertools.chain.from_iterable(lines_by_framework.values()))
     if framework not in lines_by_framework:
-        what = "with weights in a file (docs/weights.md)"
+        # Why `_lines_to_paste` has left it out. The first reason is that of the Trainer of one rank.
+        reason = "with weights in a file (docs/weights.md)"
+        scenario = setting.answer.scenario
+        by_deepspeed = framework == "deepspeed" or (framework == "transformers" and scenario.machine.all_ranks > 1)
+        if by_deepspeed and scenario.model.rule != "adam":
+            reason = f"with --rule {scenario.model.rule}"
         if framework == "torch":
-            what = "so: --stage 3 is FSDP2, --stage 1 DDP with shard=True, under which gradients do not leave"
-        return f"{FRAMEWORKS[framework]}: not {what}"
+            reason = "so: --stage 3 is FSDP2, --stage 1 DDP with shard=True, under which gradients do not leave"
+        return f"{FRAMEWORKS[framework]}: not {reason}"
     return "\n".join(lines_by_framework[framework])
 
 
 def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
-    """Return a setting as one would write it, by the `FRAMEWORKS` that can have it.
+    """Return, for each of `FRAMEWORKS` that can have a setting, the lines that give it there: a title, then the text.
 
-    See `can_have_weights`.
+    "torch" is code for a training loop of one's own, "json" the fields of an `OffloadConfig`, "deepspeed" entries of
+    DeepSpeed's config, "transformers" code for the Trainer.
+
+    Some have no lines: "torch" at stage 2, and under DDP if gradients leave; "deepspeed" for rules other than Adam's
+    and Lion's, which DeepSpeed's integration does not run; "transformers" of one rank where `can_have_weights` is
+    false, and of several ranks, where DeepSpeed has the optimizer, for rules other than Adam's.
     """
     scenario, config = setting.answer.scenario, setting.config
     model, machine = scenario.model, scenario.machine
     in_host = model.weights_on == "host"
     on_gpu = ", for weights on a GPU" if {"gpu_memory", "placement"} & config.keys() else ""
     uses_ddp = machine.all_ranks > 1 and model.stage == 1
-    own = {**config, "shard": True} if uses_ddp else config
-    settings = ", ".join(f"{name}={value!r}" for name, value in own.items()).replace("'", '"')
+    own_config = {**config, "shard": True} if uses_ddp else config  # for a loop of one's own
+    settings = ", ".join(f"{name}={value!r}" for name, value in own_config.items()).replace("'", '"')
     recompute = f"model.{_checkpointing_name()}_enable()"
-    # Where a block is no code, its head says what the script does beside it.
+    # Where lines are settings and no code, their title says what the script has to do besides.
     after = f", after {recompute} in the script" if model.recompute else ""
     launcher = ""
     if machine.all_ranks > 1:
@@ -730,9 +826,11 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
         f"{FRAMEWORKS['torch']}{on_gpu}:",
         *([f"    {recompute}"] if model.recompute else []),
         *_weight_lines(setting.answer),
-        f"    optimizer = offload.AdamW(model.named_parameters(), lr=1e-5, offload=dict({settings}))",
+        f"    optimizer = offload.{OPTIMIZERS[model.rule][0]}, offload=dict({settings}))",
     ]
-    if uses_ddp:  # with gradients in its buckets, not beside them; steps that are hidden in forward refuse that
+    if uses_ddp:
+        # Gradients that are views of DDP's buckets take no memory beside these. But no step is hidden in forward with
+        # `gradient_as_bucket_view`, so a setting that hides it there goes without.
         views = "" if setting.overlap in ("forward", "both") else ", gradient_as_bucket_view=True"
         lines["torch"].append(f"    model = torch.nn.parallel.DistributedDataParallel(model{views})")
     if setting.overlap in ("forward", "both"):
@@ -742,10 +840,10 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
         ]
     if "gradient_memory" in config or not config.get("keep_grads", True):
         lines["torch"].append("    # clip with optimizer.clip_grad_norm_: torch's own finds no gradients any more")
-    # Of stage 2 torch has nothing, and under DDP gradients cannot leave.
+    # Torch has nothing like ZeRO's stage 2, and under DDP gradients cannot leave: no lines then.
     if machine.all_ranks > 1 and (model.stage == 2 or (uses_ddp and "gradient_memory" in config)):
         del lines["torch"]
-    lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(own)}"]
+    lines["json"] = [f"{FRAMEWORKS['json']}{after}:", f"    {json.dumps(own_config)}"]
     zero: dict[str, Any] = {"stage": model.stage, "offload_optimizer": {"device": "cpu"}, **_deepspeed_buffers(model)}
     if in_host:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
@@ -755,12 +853,15 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
             "nvme_path": machine.path_place(path_of(setting.answer.rates)),
         }
     by_deepspeed = {"zero_optimization": zero, "multi_tier_offload": _deepspeed_fields(config)}
+    if model.rule == "lion":  # torch has no Lion that a script could give to DeepSpeed, as it may give an AdamW
+        by_deepspeed["optimizer"] = {"type": "Lion", "params": {"lr": 1e-5}}
     module = " -m offload.integrations.deepspeed" if launcher else ""
-    lines["deepspeed"] = [
-        f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}{launcher}{module}:",
-        *",\n".join(f'    "{name}": {json.dumps(value)}' for name, value in by_deepspeed.items()).splitlines(),
-    ]
-    if machine.all_ranks > 1:
+    if model.rule in ("adam", "lion"):
+        lines["deepspeed"] = [
+            f"{FRAMEWORKS['deepspeed']}{on_gpu}{after}{launcher}{module}:",
+            *",\n".join(f'    "{name}": {json.dumps(value)}' for name, value in by_deepspeed.items()).splitlines(),
+        ]
+    if machine.all_ranks > 1 and model.rule == "adam":
         lines["transformers"] = [
             f"{FRAMEWORKS['transformers']}{on_gpu}, by DeepSpeed, as its FSDP goes with one process alone{launcher}:",
             "    import offload.integrations.deepspeed as offload_deepspeed",
@@ -769,7 +870,8 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
             f"    arguments = TrainingArguments({_trainer_arguments(setting.answer)})",
             *([_NO_MODEL_FILE] if model.stage == 3 else []),
         ]
-    elif can_have_weights("transformers", model.weights_on, ranks=1):
+    elif machine.all_ranks == 1 and can_have_weights("transformers", model.weights_on, ranks=1):
+        # Weights in host memory are FSDP's there, which the Trainer takes only where a launcher has started it.
         launcher = ", run by torchrun --nproc-per-node 1" if in_host else ""
         lines["transformers"] = [
             f"{FRAMEWORKS['transformers']}{on_gpu}{launcher}:",
@@ -783,13 +885,14 @@ def _lines_to_paste(setting: Setting) -> dict[str, list[str]]:
 def _trainer_arguments(answer: Answer) -> str:
     """Return the arguments of the Trainer's `TrainingArguments`, as text.
 
-    Without a limit of checkpoints each is a copy of all state; without a batch size the Trainer takes 8 rows. That of
-    several ranks has DeepSpeed's optimizer and checkpoints.
+    `save_total_limit`: without a limit each checkpoint would be a copy of all state; where the paths have no room for
+    a checkpoint beside the state, it has to be one. `per_device_train_batch_size`: the Trainer's default is 8 rows.
+    With several ranks, optimizer and checkpoints are DeepSpeed's.
     """
     scenario = answer.scenario
     model = scenario.model
     by_deepspeed = scenario.machine.all_ranks > 1
-    arguments = ['output_dir="out"', "deepspeed=config, bf16=True" if by_deepspeed else 'optim="offload_adamw"']
+    arguments = ['output_dir="out"', "deepspeed=config, bf16=True" if by_deepspeed else OPTIMIZERS[model.rule][1]]
     if answer.plan.has_room_for_checkpoints and not by_deepspeed:
         arguments.append("save_total_limit=1")
     if not scenario.computes_on_gpu:
@@ -806,10 +909,11 @@ def _trainer_arguments(answer: Answer) -> str:
 
 
 def _weight_lines(answer: Answer) -> list[str]:
-    """Return the lines of Python that shard weights, or have them elsewhere than where they are computed.
+    """Return the lines of Python that shard weights over ranks, or put them in host memory or a file; [] for neither.
 
-    None if they do neither. Embedding and output layer are sharded apart, as the plan counts one tensor of them at a
-    time on the GPU. Where they are one tensor, it belongs to the whole model.
+    FSDP2 gathers the weights of one module at a time. So layers are sharded one by one, and the embedding and the
+    output layer apart, as the plan counts only one tensor of these on the GPU at a time. If the two are one (tied)
+    tensor, or the model's shape is unknown, they are sharded with the rest of the model.
     """
     scenario = answer.scenario
     model, machine = scenario.model, scenario.machine
@@ -823,10 +927,10 @@ def _weight_lines(answer: Answer) -> list[str]:
         if model.is_streamed and scenario.computes_on_gpu:
             pinned = "pin_memory=False" if place else ""  # pinned memory cannot be a file's
             policy, imports = f", offload_policy=CPUOffloadPolicy({pinned})", "CPUOffloadPolicy, fully_shard"
-        ends = "" if model.shape is None or model.shape.tied else "model.model.embed_tokens, model.lm_head, "
+        outer_layers = "" if model.shape is None or model.shape.tied else "model.model.embed_tokens, model.lm_head, "
         lines = [
             f"    from torch.distributed.fsdp import {imports}",
-            f"    for module in (*model.model.layers, {ends}model):",
+            f"    for module in (*model.model.layers, {outer_layers}model):",
             f"        fully_shard(module{policy})",
         ]
         if not place:
@@ -847,8 +951,8 @@ def _accelerate_command(scenario: Scenario) -> str:
 
 
 def _checkpointing_name() -> str:
-    """Return transformers' word for recomputation: the installed version's, or else the newest one's."""
-    with contextlib.suppress(PackageNotFoundError, ValueError):
+    """Return transformers' word for recomputation: the installed version's; without one, the newest version's."""
+    with contextlib.suppress(PackageNotFoundError, ValueError):  # ValueError: its version begins otherwise than 5.24
         major, minor = map(int, version("transformers").split(".")[:2])
         if (major, minor) < (5, 24):
             return "gradient_checkpointing"
@@ -856,7 +960,7 @@ def _checkpointing_name() -> str:
 
 
 def _assumption_lines(answer: Answer) -> list[str]:
-    """Return what the reader has to know, and to change, before a setting is pasted."""
+    """Return lines of text about what was assumed, and what the reader has to change before pasting a setting."""
     scenario, model = answer.scenario, answer.scenario.model
     lines = [missing_option_line(scenario)] if answer.forward_s is None else []
     assumptions = ["weights of 16 bits (dtype=torch.bfloat16)"]
@@ -899,6 +1003,7 @@ def _deepspeed_buffers(model: Model) -> dict[str, int]:
 
 def _deepspeed_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config that DeepSpeed's object takes: not `keep_grads`, which DeepSpeed decides."""
+    # A setting's metadata has the row of `offload.combinations` by which DeepSpeed refuses it, or None.
     return {name: value for name, value in config.items() if ADVISED[name].metadata["deepspeed"] is None}
 
 
@@ -908,9 +1013,13 @@ def _python_dict(config: Mapping[str, Any]) -> str:
 
 
 def _rounding_lines(settings: list[Setting], without_exact: str) -> list[str]:
-    """Return a line that says which settings round state, and what that saves beside one that does not; none if none.
+    """Return a line about the state formats among the settings that round state; [] if none does.
 
-    `without_exact`: see `describe`.
+    If a setting with exact state is shown, too, the line says how many bytes state takes in each format.
+
+    Args:
+        settings: The settings that are shown.
+        without_exact: See `describe`.
     """
     state_bytes = {}
     for setting in settings:
@@ -930,7 +1039,7 @@ def _rounding_lines(settings: list[Setting], without_exact: str) -> list[str]:
 
 
 def as_dict(setting: Setting) -> dict[str, Any]:
-    """Return a setting for `--json`."""
+    """Return a setting for `--json`; "computes": whether "iteration_s" has the seconds of forward and backward."""
     answer = setting.answer
     return {
         "config": setting.config,
@@ -952,7 +1061,7 @@ def describe(settings: list[Setting], framework: str | None = None, without_exac
     Args:
         settings: The best first.
         framework: One of `FRAMEWORKS`; None for all.
-        without_exact: What it means if all settings round state; "" if it means nothing.
+        without_exact: What to say if all settings round state, such as that exact state does not fit; "" for nothing.
     """
     scenarios = [setting.answer.scenario for setting in settings]
     lines = [fits_text(settings[0].answer), settings_table(settings), *_rounding_lines(settings, without_exact)]
@@ -964,6 +1073,7 @@ def describe(settings: list[Setting], framework: str | None = None, without_exac
             "overlap backward, both: as long as few steps clip gradients (the Trainer's max_grad_norm is 1.0); with "
             "--clip, plans are for steps that all do"
         )
+    # What is assumed follows from the command's options and the machine: the best setting stands for all.
     lines += _assumption_lines(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting, framework)]
@@ -974,17 +1084,23 @@ def describe(settings: list[Setting], framework: str | None = None, without_exac
 
 
 def advice(answer: Answer) -> list[tuple[str, float]]:
-    """Return what would make the iteration shorter, and by how many seconds, most first; by the closed form."""
-    found = _faster_machines(answer)
+    """Return what would make the iteration shorter, in words, and by how many seconds; what saves most comes first.
+
+    Changes of budgets and machine are judged by the closed form, hiding the step by the simulated step.
+    """
+    changes_and_saved_s = _faster_machines(answer)
     if answer.overlapped_s:
         setting = Setting.of(answer)
         if setting.overlap != "off":
-            found.append((f'overlap="{setting.overlap}"', answer.iteration_s - setting.iteration_s))
-    return sorted(found, key=lambda what_and_saved_s: -what_and_saved_s[1])
+            changes_and_saved_s.append((f'overlap="{setting.overlap}"', answer.iteration_s - setting.iteration_s))
+    return sorted(changes_and_saved_s, key=lambda what_and_saved_s: -what_and_saved_s[1])
 
 
 def _faster_machines(answer: Answer) -> list[tuple[str, float]]:
-    """Return the budgets and changes of the machine that would make the step shorter, and by how many seconds."""
+    """Return larger budgets and changes of the machine that would make the step shorter, and by how many seconds.
+
+    Budgets are raised by what is worth trying, and by no more than the machine has left.
+    """
     from offload.plan import choose_plan, estimate
     from offload.predict.explanation import LEAST_SAVED, ONE_MORE, changes
 
@@ -993,16 +1109,17 @@ def _faster_machines(answer: Answer) -> list[tuple[str, float]]:
     gpu_memory = machine.rates.gpu.memory_bytes or 1 << 60
     host_left = (host_memory - reserved_bytes(host_memory, machine.ranks)) // machine.ranks - answer.use.host_bytes
     worth_trying = max(1 << 30, int(MORE_HOST_SHARE * plan.state_bytes))
+    # Both are below 0 if nothing is left: `changes` then leaves them out.
     more_host = min(worth_trying, host_left)
     more_gpu = min(MOST_GPU_BYTES_MORE, gpu_room(gpu_memory) - answer.use.gpu_bytes)
     now_s = answer.estimate.step_s
-    found = []
+    changes_and_saved_s = []
     for change in changes(plan, machine.rates, more_host, more_gpu):
         try:
             rates = rank_rates(scenario.at_rates(change.rates))
             changed_plan = choose_plan(plan.layout, change.budgets, rates, scenario.placement)
             saved_s = now_s - estimate(changed_plan, rates).step_s
-        except (ConfigError, InfeasiblePlanError):  # there is no GPU
+        except (ConfigError, InfeasiblePlanError):  # more GPU memory without a GPU; or the change allows no plan
             continue
         if saved_s <= LEAST_SAVED * now_s:
             continue
@@ -1011,5 +1128,5 @@ def _faster_machines(answer: Answer) -> list[tuple[str, float]]:
             what = f"{what} budget +{format_bytes(change.nbytes)} a rank"
         elif what == ONE_MORE and len(machine.rates.paths) == 1:
             what = "a second path like this one"
-        found.append((what, saved_s))
-    return found
+        changes_and_saved_s.append((what, saved_s))
+    return changes_and_saved_s

@@ -198,15 +198,15 @@ def _parse_placement(field: str, value: str) -> str | float:
 
 
 def _draw_picture(answer: Answer, text: str, file: str) -> None:
-    """Draw a plan's tiers and lanes to a file; in an .html page, with the text that was printed."""
+    """Draw a plan's tiers and lanes to a file; an .html page has the printed text, too."""
     from offload.pictures.draw import LANES_TITLE, draw_plan, lanes_figure, svg, tiers_figure
     from offload.pictures.page import Page
 
     scenario = answer.scenario
     tiers = _drawn_tiers(answer)
-    timeline = answer.prediction.timeline if answer.prediction else ()  # without one, tiers alone are drawn
+    timeline = answer.prediction.timeline if answer.prediction else ()
     if len(timeline) > MOST_DRAWN:
-        timeline = ()
+        timeline = ()  # tiers alone are drawn then
     paths = [scenario.machine.path_label(number) or "unknown" for number in range(len(answer.rates.paths))]
     title = f"{scenario.model.params:,} parameters, predicted"
     try:
@@ -226,7 +226,10 @@ def _draw_picture(answer: Answer, text: str, file: str) -> None:
 
 
 def _drawn_tiers(answer: Answer) -> list[Tier]:
-    """Return what lies in each tier: on one GPU, in host memory of all ranks of a node, on each path."""
+    """Return what to draw of each tier, by purpose, beside the tier's size.
+
+    The GPU is one rank's; host memory and paths are those of a node, with what all its ranks have there.
+    """
     from offload.pictures.draw import Tier
 
     plan, machine = answer.plan, answer.scenario.machine
@@ -234,6 +237,7 @@ def _drawn_tiers(answer: Answer) -> list[Tier]:
     tiers = []
     if answer.use.gpu_bytes:
         gpu_name = "each GPU" if ranks > 1 else "GPU"
+        # Rates have 0 for a size that is unknown.
         tiers.append(Tier(gpu_name, dict(answer.use.gpu), machine.rates.gpu.memory_bytes or None))
     host = {purpose: ranks * nbytes for purpose, nbytes in answer.use.host.items()}
     tiers.append(Tier("host memory", host, machine.memory_bytes))
@@ -248,7 +252,7 @@ def _drawn_tiers(answer: Answer) -> list[Tier]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predict and print.
+    """Predict an iteration, or search for settings, as the options say, and print the outcome.
 
     Raises:
         OffloadError: A value cannot be used, or the state does not fit.
@@ -332,7 +336,10 @@ def _search(arguments: argparse.Namespace, scenario: Scenario, choices: advise.C
         else:
             settings = [advise.cheapest_setting(scenario, choices, arguments.target, progress.show)]
     outcome = {"params": scenario.model.params, "settings": [advise.as_dict(setting) for setting in settings]}
+    # Not the guess about the scenario's own format: `describe` says what is guessed of each setting's.
     notes = "".join(f"\n{text}" for text in scenario.warnings if text != scenario.guess_warning)
+    # `best_settings` shows a setting with exact state if one fits. So if none is shown, although all formats were
+    # tried, exact state does not fit.
     is_left_open = arguments.advise and "state_format" not in choices.given
     without_exact = "exact state does not fit here" if is_left_open else ""
     tell(arguments, outcome, f"{advise.describe(settings, arguments.framework, without_exact)}{notes}")
@@ -354,36 +361,41 @@ def _predict(arguments: argparse.Namespace, scenario: Scenario, choices: advise.
             raise PlanError(_misfit(error, planned, choices)) from error
         wear = _path_wear(answer, arguments.endurance, arguments.steps_per_day)
         advice = advise.advice(answer)
-    text = "" if arguments.json and not draws else _describe(answer, wear, advice)
+    text = "" if arguments.json and not draws else _describe(answer, wear, advice)  # for stdout, and an .html page
     tell(arguments, _as_dict(answer, wear, advice), text)
     if draws:
         _draw_picture(answer, text, arguments.picture)
 
 
 def _misfit(error: InfeasiblePlanError, scenario: Scenario, choices: advise.Choices) -> str:
-    """Return what to say of a plan that does not fit: how much is lacking, what would help, and what takes how much.
+    """Return what to say of a plan that does not fit.
 
-    Also the least host memory that would do, where that is what is lacking.
+    That is how much is lacking, the switches with which it would fit, and what needs how many bytes. The least host
+    memory that would do is said as well, unless a GPU, or the drive for a file of weights, is what is too small.
     """
     switches, fits = advise.fitting_switches_text(scenario, choices)
-    why = str(error)
+    details = str(error)
     if switches and not fits and GPU_NAME in error.available_bytes:
-        # That of the nearest settings is said: this one's may be among them already, as weights in host memory.
-        why = why.removesuffix(f"; {error.advice}")
-    texts = [misfit_text(error), switches, in_options(why, "plan")]
+        # `switches` is about the settings that lack least, with advice of its own. These settings may contain what
+        # the advice of `error` says, such as weights in host memory.
+        details = details.removesuffix(f"; {error.advice}")
+    texts = [misfit_text(error), switches, in_options(details, "plan")]
     if not {GPU_NAME, GPU_STAGING_NAME, FASTEST_PATH_NAME} & {*error.available_bytes}:
         texts.append(_least_memory_text(scenario, choices))
     return "; ".join(filter(None, texts))
 
 
 def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:
-    """Return in words the least host memory that a rank takes, and the switches with which it takes no more."""
+    """Return in words the least host memory that a rank can do with, and the switches for that.
+
+    A switch has to save at least `WORTH_SWITCHING` of that memory to be named.
+    """
     machine = scenario.machine
     uses = [(least_memory_use(variant), variant) for variant in choices.variants(scenario)]
     planned = [(use, variant) for use, variant in uses if use is not None]
     if not planned:
         return "no memory for state (--host-memory) would be enough"
-    # Of variants with about the least memory, the first asks least of the user.
+    # Of the variants with about the least memory take the first, which asks least of the user.
     near_least = (1 + WORTH_SWITCHING) * min(use.host_bytes for use, _ in planned)
     least, leanest = next((use, variant) for use, variant in planned if use.host_bytes <= near_least)
     why = "" if machine.rates.paths else f"without {machine.advice['drives']} "
@@ -396,17 +408,30 @@ def _least_memory_text(scenario: Scenario, choices: advise.Choices) -> str:
 
 
 def _path_wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
-    """Return for each path the bytes that a node writes a step and, if its endurance is known, the days it lasts.
+    """Return for each path how much a step wears it.
 
-    `endurance` is how many bytes can be written to a path in all. Without `steps_per_day`, one iteration follows the
-    other.
+    Args:
+        answer: The plan and its prediction.
+        endurance: Bytes that can be written to a path in all; None if that is unknown.
+        steps_per_day: Steps a day; None if one iteration follows the other.
+
+    Returns:
+        A row for each path: "written_bytes_per_step" by all ranks of a node (of state, gradients and weights),
+        "steps_per_day" (0 if unknown), and "days" that the endurance lasts, if it and steps a day are known and
+        anything is written.
     """
+    from offload.plan import Home
+
     if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
-    lane_bytes = answer.prediction.lane_bytes if answer.prediction else {}
     rows = []
     for number, share in enumerate(answer.plan.path_shares(answer.rates)):
-        rank_bytes = lane_bytes.get(f"write:{number}", 0) + round(share * answer.plan.path_gradient_bytes)
+        if answer.prediction is not None:
+            state_bytes = answer.prediction.lane_bytes.get(f"write:{number}", 0)
+        else:  # not simulated: a step writes all streamed state, except what stays in staging slots between steps
+            streamed_bytes = answer.plan.home_bytes[Home.STREAMED]
+            state_bytes = round(share * max(0, streamed_bytes - answer.plan.staging_bytes))
+        rank_bytes = state_bytes + round(share * answer.plan.path_gradient_bytes)
         if answer.weight_transfers is not None and number == path_of(answer.rates):
             rank_bytes += answer.weight_transfers.written_bytes
         written = answer.scenario.machine.ranks * rank_bytes
@@ -426,7 +451,7 @@ def _gpu_fraction(plan: Plan) -> float:
 def _as_dict(
     answer: Answer, wear: Sequence[Mapping[str, float]], advice: Sequence[tuple[str, float]]
 ) -> dict[str, Any]:
-    """Return an answer for `--json`, with its `_path_wear` and `advise.advice`."""
+    """Return an answer for `--json`; `wear` is its `_path_wear`, `advice` its `advise.advice`."""
     from offload.plan import Home
 
     plan, cost, prediction, machine = answer.plan, answer.estimate, answer.prediction, answer.scenario.machine
@@ -488,7 +513,7 @@ def _as_dict(
 
 
 def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], advice: Sequence[tuple[str, float]]) -> str:
-    """Return an answer as text, with its `_path_wear` and `advise.advice`."""
+    """Return an answer as text; `wear` is its `_path_wear`, `advice` its `advise.advice`."""
     machine = answer.scenario.machine
     on_nodes = f" on each of {machine.nodes:,} nodes" if machine.nodes > 1 else ""
     on_ranks = f"{format_count(machine.ranks, 'rank')}{on_nodes}"
@@ -523,7 +548,7 @@ def _time_lines(answer: Answer) -> list[str]:
     if answer.forward_s is None:
         lines.append(missing_option_line(answer.scenario))
     else:
-        backward = format_seconds(answer.backward_s or 0.0)
+        backward = format_seconds(answer.backward_s or 0.0)  # known if forward is; `or` is for type checkers
         lines.append(f"forward {format_seconds(answer.forward_s)}, backward {backward}")
     if answer.weight_transfers is not None:
         lines += answer.weight_transfers.lines(answer.rates, compute_s(answer.scenario, answer.rates))
@@ -543,14 +568,15 @@ def _time_lines(answer: Answer) -> list[str]:
 
 
 def activations_on_paths(answer: Answer) -> dict[str, Any]:
-    """Return by how many seconds an iteration gets longer if activations go to the paths, are recomputed, or both.
+    """Return by how many seconds an iteration gets longer if activations do not stay in memory.
 
-    Writes that take longer than forward, and reads that take longer than backward, are waited for.
+    There are three ways: they go to the paths, they are recomputed, or both: recomputed from the inputs of layers,
+    which go to the paths. Forward hides writes, and backward hides reads: what takes longer is waited for.
 
     Returns:
-        "paths_s", and, unless the model recomputes anyway, "recompute_s" and "both_s" (recomputed, with the inputs of
-        layers on the paths); as "advice" the way with the least of these; and as "bytes" what the way "paths" writes
-        in a micro-step. Empty if too little is known.
+        The seconds of each way as "paths_s", "recompute_s" and "both_s", the first alone if the model recomputes
+        anyway; the way with the least as "advice"; and the bytes that the way "paths" writes in a micro-step as
+        "bytes". Empty if too little is known.
     """
     model, paths = answer.scenario.model, answer.rates.paths
     if model.shape is None or model.tokens is None or not paths:
@@ -559,11 +585,15 @@ def activations_on_paths(answer: Answer) -> dict[str, Any]:
         return {}
     forward_s = answer.forward_s / model.accumulate  # of a micro-step, as what follows
     backward_s = answer.backward_s / model.accumulate
+    # Rates "alone": activations are only written in forward, and only read in backward.
     write_bytes_per_s = sum(path.write.alone for path in paths)
     read_bytes_per_s = sum(path.read.alone for path in paths)
 
     def waited_s(nbytes: int, recompute_s: float) -> float:
-        """Return the seconds of an iteration that wait for this many bytes of each micro-step."""
+        """Return the seconds for which an iteration waits for the paths.
+
+        `nbytes` are written and read in each micro-step, and backward is `recompute_s` longer.
+        """
         writes_s = max(0.0, nbytes / write_bytes_per_s - forward_s)
         reads_s = max(0.0, nbytes / read_bytes_per_s - backward_s - recompute_s)
         return model.accumulate * (writes_s + reads_s)
@@ -572,7 +602,7 @@ def activations_on_paths(answer: Answer) -> dict[str, Any]:
     nbytes = model.shape.activation_bytes(tokens, recompute=model.recompute)
     ways = {"paths_s": waited_s(nbytes, 0.0)}  # if the model recomputes, `backward_s` has the seconds of that
     if not model.recompute:
-        recompute_s = answer.forward_s
+        recompute_s = answer.forward_s  # of all micro-steps: backward repeats forward
         inputs_bytes = model.shape.activation_bytes(tokens, recompute=True)
         ways["recompute_s"] = recompute_s
         ways["both_s"] = recompute_s + waited_s(inputs_bytes, recompute_s / model.accumulate)

@@ -1,4 +1,7 @@
-"""A question to `offload plan` (`Scenario`) and its `Answer`: a rank's plan, its use of the node, an iteration."""
+"""A question to `offload plan` (`Scenario`: config, model, machine) and its `Answer`, which `ask` gives.
+
+An answer is about one rank: its plan, the memory that it uses of its node, and how long an iteration takes.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +42,17 @@ NODE_NAME = "the node"
 GPU_NAME = "the GPU"
 GPU_STAGING_NAME = "GPU staging"
 FASTEST_PATH_NAME = "the fastest path"
-"""What `InfeasiblePlanError` calls them where they are too small, before any more words."""
+"""Names in `InfeasiblePlanError.available_bytes` for what is too small; more words may follow a name there."""
 
 BUDGET_NAMES = frozenset({"host_memory", "gpu_memory"})
-"""What it calls memory for state that is at home there."""
+"""Names there for the budgets of state that is at home in memory."""
 
 SYSTEM_SHARE, LEAST_SYSTEM_BYTES = 1 / 16, 2 << 30
-"""Part, and least bytes, of host memory left to the system and its page cache."""
+"""Share of host memory that is left to the system and its page cache, and the least that is."""
 PROCESS_BYTES = 3 << 29
 """Host memory of a rank beside its plan: Python, torch, the host's side of a GPU's driver."""
 GPU_SHARE, LEAST_GPU_BYTES = 1 / 10, 2 << 30
-"""Part, and least bytes, of a GPU's memory left free, as `gpu_memory="auto"` leaves it."""
+"""Share of a GPU's memory that is left free, and the least that is; `gpu_memory="auto"` leaves as much."""
 STREAMED_WEIGHTS = "have weights in host memory (--weights-on host, docs/weights.md)"
 DIVIDED_WEIGHTS = "divide weights and gradients among ranks, too (--stage 3)"
 FEWER_TOKENS = "take tokens in more micro-steps (--accumulate)"
@@ -64,9 +67,9 @@ DRIVER_BYTES = 1 << 29
 """GPU memory of a context and its kernels."""
 
 FLOPS_PER_WEIGHT = {"forward": 2, "backward": 4}
-"""FLOPs of a weight for each token: a multiplication and an addition, in backward for two gradients. Backward also
-repeats forward if activations are recomputed. Attention's own products are left out; equation 3 of Narayanan et al.
-(SC '21, arXiv 2104.04473) gives their share."""
+"""Floating-point operations of each weight for each token: a multiplication and an addition, in backward for each of
+two gradients (of input and weight). Backward also repeats forward if activations are recomputed. Attention's own
+products are left out; equation 3 of Narayanan et al. (SC '21, arXiv 2104.04473) gives their share."""
 
 MOST_SUBGROUPS = 1 << 13
 """Most subgroups of a rank, to bound the time of planning. If no size is given, they are larger instead."""
@@ -81,7 +84,7 @@ ADVISED = {one.name: one for one in settings_of("advised")}
 
 
 def budget_text(nbytes: int) -> str | int:
-    """Return a budget as a user would write it: "8GiB"."""
+    """Return a budget as a user would write it: "8GiB", "500MiB"; in bytes if it is no multiple of a MiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes and nbytes % size == 0:
             return f"{nbytes // size}{unit}"
@@ -118,9 +121,12 @@ class Scenario:
         """Return the scenario of a session with these settings, on all paths of a machine.
 
         Args:
+            model: The model.
+            machine: The machine.
             path_bytes: Most bytes that each path offers to a rank.
             gpu_staging: See `Scenario`.
-            settings: Fields of the config; without a budget, no memory is for state. `placement` may be "stride:<k>".
+            settings: Fields of the config. A budget for state that is not given is 0. `placement` may also be
+                "stride:<k>", which a config does not take: the GPU updates every k-th subgroup.
 
         Raises:
             ConfigError: A session would refuse these settings.
@@ -132,8 +138,9 @@ class Scenario:
             _check_streamed(model, machine, settings)
         usual: dict[str, Any] = {"host_memory": 0, "gpu_memory": 0, "keep_grads": False}
         placement = settings.get("placement", "auto")
-        if model.weights_on_gpu and settings.get("gradient_memory") is not None:  # the CPU updates all then
-            if placement not in ("auto", "cpu", 0):
+        # With limited memory for gradients they leave the GPU for the paths, and the CPU updates all state.
+        if model.weights_on_gpu and settings.get("gradient_memory") is not None:
+            if placement not in ("auto", "cpu", 0):  # 0 is a share: the GPU updates none
                 combinations.GRADIENTS_ON_PATHS.refuse("--placement", placement, least='"cpu"')
             placement = "cpu"
             settings["keep_grads"] = False
@@ -153,23 +160,26 @@ class Scenario:
         return changed if changed.config.format is self.config.format else changed._with_own_update_rate()
 
     def _with_own_update_rate(self) -> Scenario:
-        """Return this with the rate at which the CPU updates these state formats; unchanged without a rates file."""
+        """Return this with the rate at which the CPU updates state in this scenario's formats.
+
+        Only a rates file knows rates by format: without one this is unchanged.
+        """
         if self.machine.file is None:
             return self
         cpu_bytes_per_s = self.machine.file.cpu_rate(self._numels_by_format)
         return self.at_rates(replace(self.machine.rates, cpu_bytes_per_s=cpu_bytes_per_s))
 
     def with_weights_on(self, place: str) -> Scenario:
-        """Return this with weights elsewhere (a value of `Model.weights_on`).
+        """Return this with weights in another place (a value of `Model.weights_on`).
 
-        If they leave the GPU, settings for weights on a GPU are as if they had not been given.
+        If they leave the GPU, the CPU updates all state, and settings for weights on a GPU are as if not given.
         """
         if place == self.model.weights_on:
             return self
         model = replace(self.model, weights_on=place)
         if not self.model.weights_on_gpu:
             return replace(self, model=model)
-        config = replace(self.config, keep_grads=True, placement="auto", gpu_memory=0)  # now the CPU updates all
+        config = replace(self.config, keep_grads=True, placement="auto", gpu_memory=0)
         return replace(self, model=model, config=config, stride=0)
 
     def at_rates(self, rates: Rates) -> Scenario:
@@ -177,24 +187,25 @@ class Scenario:
         return replace(self, machine=replace(self.machine, rates=rates))
 
     def with_host_memory(self, nbytes: int) -> Scenario:
-        """Return this with other host memory: less on the slowest of its memory nodes, or more on the fastest.
+        """Return this with another budget of host memory, `nbytes` in all.
 
-        Without a size for each memory node, it is one size.
+        If the config has sizes for memory nodes, the fastest nodes come first and get up to their sizes: what is
+        taken away is missing on the slowest, and what is added goes to the fastest.
         """
         node_bytes = self.config.node_bytes
         fastest_first = [*self.machine.rates.fastest_first(node_bytes)]
-        left = nbytes
+        left_bytes = nbytes
         sizes: dict[int, int] = {}
         for number in fastest_first:
-            size = min(left, node_bytes[number])
+            size = min(left_bytes, node_bytes[number])
             sizes[number] = size if size >= LEAST_BUDGET else 0  # a config refuses less
-            left -= sizes[number]
+            left_bytes -= sizes[number]
         if fastest_first:  # else no nodes are configured, and `sizes` is empty
-            sizes[fastest_first[0]] += left
+            sizes[fastest_first[0]] += left_bytes
         return self.with_settings(host_memory={f"node{number}": size for number, size in sizes.items()} or nbytes)
 
     def with_room_on_paths(self) -> Scenario:
-        """Return this with paths that have room for anything."""
+        """Return this with endless room on its paths."""
         return self.with_settings(paths=[replace(path, max_bytes=None) for path in self.config.path_configs])
 
     @property
@@ -219,18 +230,18 @@ class Scenario:
 
     @property
     def exact_params(self) -> int:
-        """How many parameters have exact state though others share scales; 0 where the format has no such scales."""
+        """How many parameters keep exact state in a format whose elements share scales; 0 in other formats."""
         return self.model.exact_params if self.config.format.shares_scales else 0
 
     def value(self, name: str) -> Any:
-        """Return the value of a setting a plan is made with: a stride if there is one, host memory in bytes."""
+        """Return the value of a setting as plans use it: `placement` with a stride, `host_memory` as one size."""
         return getattr(self, name) if name in ("placement", "host_memory") else getattr(self.config, name)
 
     def value_to_paste(self, name: str) -> Any:
         """Return the value of a setting as a user would write it, or its default if that has the same effect."""
         value = self.value(name)
         if name == "paths":
-            return [path.path for path in self.config.path_configs] or ()
+            return [path.path for path in self.config.path_configs] or ()  # (): the default
         if name == "gradient_memory" and not self.gradients_leave:
             return None
         return budget_text(value) if isinstance(ADVISED[name].metadata["check"], Size) else value
@@ -238,7 +249,7 @@ class Scenario:
     def can_be_given(self, name: str) -> bool:
         """Return whether a user can give a setting where this scenario's weights lie.
 
-        `keep_grads` of several ranks is DeepSpeed's to decide, and true under DDP: only FSDP2 takes it.
+        Of several ranks, `keep_grads` can be given only under FSDP2: DeepSpeed decides it, and under DDP it is true.
         """
         if name == "keep_grads" and self.machine.all_ranks > 1 and self.model.stage != 3:
             return False
@@ -247,7 +258,7 @@ class Scenario:
     def is_worth_trying(self, name: str) -> bool:
         """Return whether other values of a setting may make a difference where this scenario's weights lie.
 
-        With several ranks, what DeepSpeed's config does not take is as DeepSpeed has it.
+        With several ranks a setting that DeepSpeed's config does not take is left alone: DeepSpeed decides it.
         """
         weights_on = "gpu" if self.model.weights_on_gpu else "cpu"
         metadata = ADVISED[name].metadata
@@ -306,6 +317,7 @@ class Scenario:
     def warnings(self) -> list[str]:
         """Warnings about the rates: of a file that says where its figures are from, and about a guess."""
         file = self.machine.file
+        # The file of a measured machine has no `source`; `offload probe` has told its warnings to whoever measured.
         warnings = [*file.warnings] if file is not None and file.source else []
         return [*warnings, self.guess_warning] if self.guess_warning else warnings
 
@@ -325,12 +337,12 @@ class Scenario:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a rank has between passes: of its part, or below stage 3 of all."""
+        """Bytes of the weights that a rank has between passes: those of its part at stage 3, else all weights'."""
         return WEIGHT_BYTES * (self.numel if self.model.stage == 3 else self.model.params)
 
     @property
     def whole_gradient_bytes(self) -> int:
-        """Bytes of all parameters' gradients where a rank has them until the step; 0 if it has its part alone."""
+        """Bytes of the whole model's gradients, which at stage 1 every rank has until the step; 0 at other stages."""
         return GRADIENT_BYTES * self.model.params if self.model.stage == 1 else 0
 
     @property
@@ -350,12 +362,16 @@ class Scenario:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of streamed weights that are at once on the device that computes with them."""
+        """Bytes of streamed weights that are at once on the device that computes with them; 0 without a shape."""
         return window_bytes(self.model.shape) if self.model.shape is not None else 0
 
     @property
     def forward_backward_bytes(self) -> dict[str, int]:
-        """Bytes that forward and backward take on the device that computes them, by purpose; empty if unknown."""
+        """Bytes that forward and backward take on the device that computes them, by purpose; empty if unknown.
+
+        "gathered weights": those that are gathered from all ranks, or streamed, while they are used. "gradients on
+        their way": those that leave the GPU, or that ranks reduce.
+        """
         model = self.model
         if model.shape is None or model.tokens is None:
             return {}
@@ -379,7 +395,8 @@ class Scenario:
         """Return the transfers of streamed weights; None if weights are not streamed.
 
         Args:
-            use: A rank's use of memory. In the rest of the node's memory the kernel keeps weights of a file.
+            use: A rank's use of memory. What it leaves of the node's memory is the page cache's, in which the kernel
+                keeps weights that lie in a file.
         """
         model = self.model
         machine = self.machine
@@ -387,10 +404,11 @@ class Scenario:
             return None
         kept_bytes = None
         if model.weights_on == "path":
-            left = 0
+            node_room = 0  # size of memory unknown: no weights beyond those in use are taken to stay there
             if machine.memory_bytes is not None:
-                left = machine.memory_bytes - reserved_bytes(machine.memory_bytes, machine.ranks)
-            kept_bytes = max(0, left // machine.ranks - use.host_bytes) + use.host["weights"]
+                node_room = machine.memory_bytes - reserved_bytes(machine.memory_bytes, machine.ranks)
+            # What is left to the rank; its "weights" are the window of weights in use, which memory holds as well.
+            kept_bytes = max(0, node_room // machine.ranks - use.host_bytes) + use.host["weights"]
         return WeightTransfers(
             numel=self.numel,
             rest=math.ceil(model.shape.rest_params / machine.all_ranks) if model.shape is not None else 0,
@@ -401,7 +419,7 @@ class Scenario:
 
     @property
     def rank_gpu(self) -> GpuRates:
-        """A rank's GPU with its share of the links' bandwidth, also where the GPU updates nothing."""
+        """The rates of a rank's GPU beside the other ranks' (`Rates.shared_by`), also where it updates nothing."""
         return self.machine.rates.shared_by(self.machine.ranks).gpu
 
     @property
@@ -410,12 +428,13 @@ class Scenario:
         nbytes = sum(self.forward_backward_bytes.values())
         if not self.model.weights_on_gpu:
             return nbytes
+        # The whole model's gradients, where a rank has them, contain its own.
         kept_bytes = GRADIENT_BYTES * self.numel if self.config.keep_grads else 0
         return self.weight_bytes + max(kept_bytes, self.whole_gradient_bytes) + nbytes
 
 
 def _path_configs(machine: Machine, path_bytes: int) -> list[PathConfig]:
-    """Return a config for each of the machine's paths, which offers a rank at most `path_bytes` of it."""
+    """Return a config for each of the machine's paths: a rank gets its share of the size, at most `path_bytes`."""
     paths = []
     for number in range(len(machine.rates.paths)):
         size = machine.path_bytes(number)
@@ -435,7 +454,7 @@ def _check_streamed(model: Model, machine: Machine, settings: Mapping[str, Any])
             f"leave it out for --weights-on {model.weights_on}: others keep weights whole where they are computed"
         )
         raise ConfigError("--stage", model.stage, advice)
-    if settings.get("placement", 0) not in ("auto", "cpu", 0):  # 0 is a fraction: the GPU updates none
+    if settings.get("placement", 0) not in ("auto", "cpu", 0):  # 0 is a share: the GPU updates none
         combinations.WEIGHTS_ON_CPU.refuse("placement", settings["placement"], least='"cpu"')
     if settings.get("gpu_memory", 0) not in ("auto", 0):
         combinations.WEIGHTS_ON_CPU.refuse("gpu_memory", settings["gpu_memory"], least=0)
@@ -470,16 +489,23 @@ def reserved_bytes(node_memory: int, ranks: int) -> int:
 
 
 def gpu_room(memory_bytes: int) -> int:
-    """Return the most bytes of a GPU's memory to use: activations are estimated, and allocators fragment memory."""
+    """Return the most bytes of a GPU's memory that a plan should use.
+
+    The rest stays free, as activations are an estimate, and allocators fragment memory.
+    """
     return max(0, memory_bytes - max(LEAST_GPU_BYTES, int(GPU_SHARE * memory_bytes)))
 
 
 def plan_memory_use(plan: Plan, scenario: Scenario) -> MemoryUse:
-    """Return the memory that a rank of a plan uses, whose weights and gradients are divided as `Model.stage` says."""
+    """Return the memory of host and GPU that a rank uses with a plan, by purpose.
+
+    Weights and what forward and backward take are counted where they lie: on the GPU, or in host memory. By
+    `Model.stage` a rank has all weights and gradients, or only its part.
+    """
     from offload.plan import Home
 
     weight_bytes = scenario.weight_bytes
-    if scenario.model.weights_on == "path":
+    if scenario.model.weights_on == "path":  # the kernel may drop the other weights from memory
         weight_bytes = min(weight_bytes, scenario.window_bytes)
     state_bytes = plan.home_bytes[Home.HOST]
     gradient_bytes = plan.budgets.gradient_bytes
@@ -494,23 +520,26 @@ def plan_memory_use(plan: Plan, scenario: Scenario) -> MemoryUse:
     host = {"weights": weight_bytes, **host}
     if scenario.whole_gradient_bytes:
         host["gradients of all ranks"] = scenario.whole_gradient_bytes
-    if scenario.computes_on_gpu:
+    if scenario.computes_on_gpu:  # with weights that are streamed to it
         return MemoryUse(host, forward_backward)
     return MemoryUse({**host, **forward_backward}, {})
 
 
 def _gpu_bytes_by_purpose(plan: Plan, scenario: Scenario) -> dict[str, int]:
-    """Return bytes by purpose of what a rank with weights on its GPU has there, beside forward's and backward's."""
+    """Return the bytes of weights, gradients, state and buffers on the GPU of a rank with its weights there.
+
+    What forward and backward take comes on top (`Scenario.forward_backward_bytes`).
+    """
     from offload.plan.budget import PIECE_BUFFERS
 
     all_gradient_bytes = GRADIENT_BYTES * sum(parameter.numel for parameter in plan.layout.parameters)
-    # Those that are copied to the host during backward: all, if they go through buffers to the paths; none, if they
-    # wait on the GPU for the step; else those that the budget has slots for.
+    # Gradients that are copied to the host during backward: all, if they go through buffers to the paths; none, if
+    # they wait on the GPU for the step; else those that the budget has slots for.
     if plan.gradient_buffers:
         leaving_bytes = all_gradient_bytes
     else:
         leaving_bytes = 0 if plan.budgets.gradients_on_gpu else plan.budgets.gradient_bytes
-    kept_bytes = all_gradient_bytes - leaving_bytes  # budgets may count padding, too, so that it is below 0
+    kept_bytes = all_gradient_bytes - leaving_bytes  # may be below 0, as budgets may count padding
     nbytes = {
         "weights": scenario.weight_bytes,
         # With ZeRO stage 1 a rank has gradients of the whole model until the step: its own are among them.
@@ -579,19 +608,23 @@ def _check_fits_gpu(scenario: Scenario, gpu_memory: int, use: MemoryUse, *, leav
 
 
 def _for_one_gpu(scenario: Scenario, use: MemoryUse, room: int) -> str:
-    """Return what would have a rank use at most `room` bytes of its GPU's memory, or less than now."""
+    """Return advice, beside more GPUs, for a rank that uses more than `room` bytes of its GPU's memory.
+
+    The advice is to take tokens in so many micro-steps that activations fit. If no number of these is enough, or
+    activations are unknown, it is to have fewer weights on the GPU. If no weights lie there, it is more micro-steps.
+    """
     model = scenario.model
     otherwise = FEWER_TOKENS
     if use.gpu.get("weights"):
         otherwise = STREAMED_WEIGHTS if model.stage == 3 else DIVIDED_WEIGHTS
     if model.shape is None or model.tokens is None:
         return otherwise
-    left = room - (use.gpu_bytes - use.gpu.get("activations", 0))
+    activation_room = room - (use.gpu_bytes - use.gpu.get("activations", 0))
     accumulate = model.accumulate
     while 2 * accumulate <= model.tokens:
         accumulate *= 2
         tokens = math.ceil(model.tokens / accumulate)
-        if model.shape.activation_bytes(tokens, recompute=model.recompute) <= left:
+        if model.shape.activation_bytes(tokens, recompute=model.recompute) <= activation_room:
             return f"take tokens in {accumulate} micro-steps (--accumulate {accumulate})"
     return otherwise
 
@@ -606,22 +639,24 @@ _LACKED = {
     "staging_memory": "memory for staging slots",
     GPU_STAGING_NAME: "GPU memory for staging slots",
 }
-"""In words, what is lacking by how an `InfeasiblePlanError` begins to call it."""
+"""What is lacking, in words, if a name in `InfeasiblePlanError.available_bytes` begins with one of these."""
 
 _ROOM_ON_DRIVES = "room on the drives"
-"""Likewise where it calls paths by their names."""
+"""What is lacking if the names there are those of paths."""
 
 
 def lacking_bytes(error: InfeasiblePlanError) -> int:
     """Return how many bytes more a plan needed that does not fit."""
     offers = dict(error.available_bytes)
-    if any(name not in BUDGET_NAMES for name in offers):  # then `needed_bytes` is without what is at home in memory
+    # If anything but budgets of state is offered (paths, say), `needed_bytes` is without state at home in memory: the
+    # budgets do not count.
+    if any(name not in BUDGET_NAMES for name in offers):
         offers = {name: nbytes for name, nbytes in offers.items() if name not in BUDGET_NAMES}
     return error.needed_bytes - sum(offers.values())
 
 
 def misfit_text(error: InfeasiblePlanError) -> str:
-    """Return the short answer about a plan that does not fit: how much more of what it needs."""
+    """Return the short answer about a plan that does not fit: what is too small, and by how many bytes."""
     return f"{DOES_NOT_FIT} {format_bytes(lacking_bytes(error))} more {_lacked(error)} needed"
 
 
@@ -631,7 +666,7 @@ def lacks_drives(error: InfeasiblePlanError) -> bool:
 
 
 def _lacked(error: InfeasiblePlanError) -> str:
-    """Return in words what is lacking."""
+    """Return in words what is lacking, by the names of what the error says is there."""
     offers = error.available_bytes
     usual = "memory for state" if BUDGET_NAMES.issuperset(offers) else _ROOM_ON_DRIVES
     lacked = (words for name, words in _LACKED.items() if any(offer.startswith(name) for offer in offers))
@@ -639,7 +674,7 @@ def _lacked(error: InfeasiblePlanError) -> str:
 
 
 def fits_text(answer: Answer) -> str:
-    """Return the short answer about a plan that fits, as far as sizes are known."""
+    """Return the short answer about a plan that fits: "Fits", and the conditions if some sizes are unknown."""
     scenario, machine, use = answer.scenario, answer.scenario.machine, answer.use
     unknown = []
     if machine.memory_bytes is None:
@@ -701,7 +736,7 @@ class Answer:
 
     @property
     def checkpoint_warning(self) -> str:
-        """That the drives have no room for a checkpoint that stays there; "" if they have."""
+        """The warning that the drives have no room for a checkpoint beside the state; "" if they have."""
         if self.plan.has_room_for_checkpoints:
             return ""
         room = format_bytes(self.scenario.machine.ranks * self.plan.needed_with_checkpoints)
@@ -712,7 +747,7 @@ class Answer:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For `--json`: the memory that a rank uses, and that it gives back between phases."""
+        """For `--json`: the memory that a rank uses, by purpose, and what it gives back when parked."""
         memory = {"host_memory_bytes": dict(self.use.host), "gpu_memory_bytes": dict(self.use.gpu)}
         return {**memory, "parked": park_figures(self)}
 
@@ -761,12 +796,13 @@ class Answer:
 def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) -> Layout:
     """Return the layout of one rank's part of a model, with the rule and format of the `empty` layout.
 
-    Cached, as advice asks for the same one many times.
+    The part is planned as one large parameter, and one of the `exact_numel` elements that are kept exact. Cached, as
+    a search asks for the same layout many times.
     """
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, extend_layout
 
-    parameters = [
+    parameters = [  # 0: of the first parameter group
         Parameter("model", numel - exact_numel, DtypeCode.BFLOAT16, 0),
         Parameter("kept exact", exact_numel, DtypeCode.BFLOAT16, 0, exact=True),
     ]
@@ -775,9 +811,9 @@ def _layout(numel: int, exact_numel: int, subgroup_numel: int, empty: Layout) ->
 
 @lru_cache(maxsize=128)
 def _chosen_plan(of_layout: tuple[Any, ...], budgets: Budgets, rates: Rates, placement: str | float) -> Plan:
-    """Return the fastest plan for the layout that `_layout` returns of such arguments.
+    """Return the fastest plan for a layout, which is given by the arguments of `_layout`.
 
-    Cached, as a search for budgets and settings comes to most of them several times.
+    Cached, as a search for budgets and settings comes to most plans several times.
     """
     from offload.plan import choose_plan
 
@@ -785,7 +821,7 @@ def _chosen_plan(of_layout: tuple[Any, ...], budgets: Budgets, rates: Rates, pla
 
 
 def _least_subgroup_numel(numel: int) -> int:
-    """Return the fewest elements of a subgroup, a multiple of 4096, that make at most `MOST_SUBGROUPS`."""
+    """Return the least elements of a subgroup, a multiple of 4096, with which there are at most `MOST_SUBGROUPS`."""
     return math.ceil(numel / MOST_SUBGROUPS / 4096) * 4096
 
 
@@ -796,7 +832,11 @@ def _layout_and_budgets(scenario: Scenario) -> tuple[Layout, Budgets]:
 
 
 def _layout_arguments(scenario: Scenario) -> tuple[Any, ...]:
-    """Return what `_layout` takes for one rank's layout."""
+    """Return the arguments of `_layout` for one rank's layout.
+
+    Raises:
+        ConfigError: A rank has too many parameters, or subgroups are too small, to be planned.
+    """
     from offload.layout import Layout
 
     config, model, machine = scenario.config, scenario.model, scenario.machine
@@ -819,7 +859,7 @@ def _budgets(scenario: Scenario, layout: Layout) -> Budgets:
     numel = scenario.numel
     gpu_staging = GPU_STAGING_SLOTS * layout.max_subgroup_bytes
     path_room = [1 << 60 if path.max_bytes is None else path.max_bytes for path in config.path_configs]
-    if model.weights_on == "path":  # their file takes room of state's
+    if model.weights_on == "path":  # the file of weights takes room from state
         weights_path = path_of(machine.rates)
         path_room[weights_path] = max(0, path_room[weights_path] - WEIGHT_BYTES * numel)
     budgets = config.budgets(
@@ -853,7 +893,10 @@ def _subgroup_numel(config: OffloadConfig, numel: int, empty: Layout) -> int:
 
 
 def rank_rates(scenario: Scenario) -> Rates:
-    """Return one rank's part of the node's rates; without a GPU if weights are streamed, as it updates nothing then.
+    """Return one rank's part of the node's rates, for plans.
+
+    They are without a GPU if weights are streamed, as it updates nothing then, or if there are more ranks than GPUs
+    and no rank needs one.
 
     Raises:
         ConfigError: There are more ranks than GPUs, and each is to have one.
@@ -862,9 +905,9 @@ def rank_rates(scenario: Scenario) -> Rates:
 
     ranks, gpus = scenario.machine.ranks, scenario.machine.gpus
     rates = scenario.machine.rates.shared_by(ranks)
-    if gpus is None or ranks <= gpus:
+    if gpus is None or ranks <= gpus:  # None: unknown, so there are taken to be enough
         return replace(rates, gpu=NO_GPU) if scenario.model.is_streamed else rates
-    needs_gpu = scenario.computes_on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu")
+    needs_gpu = scenario.computes_on_gpu or scenario.gpu_memory or scenario.placement not in ("auto", "cpu", 0)
     if needs_gpu:
         rates.gpu.check_used(planned=True)  # raises if there is no GPU at all
         raise ConfigError(
@@ -874,10 +917,10 @@ def rank_rates(scenario: Scenario) -> Rates:
 
 
 def _plan(scenario: Scenario, rates: Rates) -> Plan:
-    """Return one rank's plan, at its part of the rates."""
+    """Return one rank's plan, at its part of the rates (`rank_rates`), with the memory of its gradients counted."""
     _, budgets = _layout_and_budgets(scenario)
     plan = _chosen_plan(_layout_arguments(scenario), budgets, rates, scenario.placement)
-    if scenario.model.weights_on_gpu:  # gradients of what the GPU updates stay there
+    if scenario.model.weights_on_gpu:  # host memory has gradients only of what the CPU updates
         plan = replace(plan, budgets=replace(budgets, gradient_bytes=_cpu_gradient_bytes(plan)))
     # Gradients that go from a GPU to the paths pass through one buffer more.
     return plan.with_buffer_bytes(bounces=1 if scenario.model.weights_on_gpu else 0)
@@ -929,7 +972,8 @@ def ask(
         prediction = predict(plan, rates, steps=2, timeline=needs_timeline, report=report)
     step_s = prediction.step_s if prediction else cost.step_s
     weights_s = transfers.step_s(rates) if transfers else 0.0
-    # The drive with the weights moves state and weights one after the other; if no state is streamed, only weights.
+    # The drive with the weights moves state and weights one after the other. If no state is streamed it moves weights
+    # alone, beside the updates.
     step_s = step_s + weights_s if plan.storage_bytes else max(step_s, weights_s)
     answer = Answer(
         scenario=scenario,
@@ -948,7 +992,10 @@ def ask(
 
 
 def _overlapped_s(answer: Answer) -> dict[str, float]:
-    """Return `Answer.overlapped_s`; empty if the step was not simulated, or forward and backward are unknown."""
+    """Return `Answer.overlapped_s`: seconds of an iteration by where its step is hidden.
+
+    Empty if the step was not simulated, or forward and backward are unknown. `answer` is complete but for this.
+    """
     from offload.predict.predict import with_backward_s, with_forward_s
 
     plan, rates, prediction = answer.plan, answer.rates, answer.prediction
@@ -962,7 +1009,7 @@ def _overlapped_s(answer: Answer) -> dict[str, float]:
     with_step_s = with_forward_s(prediction, plan, forward_s, apart=on_gpu)
     overlapped_s = {"forward": backward_s + max(with_step_s, least_s)}
     model = answer.scenario.model
-    # Else no update in backward stays, or sessions refuse them.
+    # Updates in backward are all revoked if every step clips gradients; in the other two cases sessions refuse them.
     if model.clip or plan.gradient_buffers or model.weights_on == "path":
         return overlapped_s
     speculative = plan.with_updates_in_backward(GRADIENT_BYTES)
@@ -974,7 +1021,10 @@ def _overlapped_s(answer: Answer) -> dict[str, float]:
 
 
 def compute_s(scenario: Scenario, rates: Rates) -> PerPass | None:
-    """Return the seconds that forward and backward compute; None if tokens or FLOP/s are unknown."""
+    """Return the seconds for which forward and backward compute, by `FLOPS_PER_WEIGHT`, transfers left out.
+
+    None if tokens or FLOP/s are unknown.
+    """
     if scenario.model.tokens is None or not rates.compute_flops_per_s:
         return None
     flop_s = scenario.model.params * scenario.model.tokens / rates.compute_flops_per_s  # one FLOP a weight and token
@@ -986,7 +1036,11 @@ def compute_s(scenario: Scenario, rates: Rates) -> PerPass | None:
 def _forward_backward_s(
     scenario: Scenario, rates: Rates, plan: Plan, transfers: WeightTransfers | None
 ) -> PerPass | None:
-    """Return the seconds of forward and backward, each with the transfers that it waits for; None if unknown."""
+    """Return the seconds of forward and backward; None if unknown.
+
+    A pass computes while the link and the paths transfer what it needs or makes: it takes as long as the longest of
+    these.
+    """
     computed = compute_s(scenario, rates)
     if computed is None:
         return None
@@ -994,7 +1048,7 @@ def _forward_backward_s(
     if scenario.model.weights_on_gpu and not scenario.config.keep_grads:
         # Gradients that the CPU needs are copied from the GPU during backward.
         backward_s = max(backward_s, _cpu_gradient_bytes(plan) / rates.gpu.d2h.alone)
-    path_busy_s = [0.0] * len(rates.paths)  # in backward
+    path_busy_s = [0.0] * len(rates.paths)  # in backward: writes of gradients, and reads of weights
     if plan.gradient_buffers:
         shares = zip(plan.path_shares(rates), rates.paths, strict=True)
         path_busy_s = [plan.path_gradient_bytes * share / path.write.alone for share, path in shares]
@@ -1009,19 +1063,22 @@ def _forward_backward_s(
 
 
 def least_memory_use(scenario: Scenario) -> MemoryUse | None:
-    """Return the memory that a rank uses with the least `host_memory` with which there is a plan; None if none is."""
+    """Return the memory that a rank uses with the least `host_memory` for which there is a plan.
+
+    None if no `host_memory` is enough, however large.
+    """
     from offload.plan import make_plan
 
     layout, _ = _layout_and_budgets(scenario)
-    # Host memory is tried that holds exactly the state of the first n subgroups.
+    # The budgets to try: budget n holds exactly the state of the first n subgroups.
     budgets = [0, *itertools.accumulate(layout.subgroup_bytes)]
 
     def plan_with(resident: int) -> Plan:
-        """Return a plan, at no rates, with the state of so many subgroups in memory."""
+        """Return a plan with room for the state of so many subgroups in host memory; it needs no rates."""
         return make_plan(*_layout_and_budgets(scenario.with_host_memory(budgets[resident])))
 
     def has_plan(resident: int) -> bool:
-        """Return whether there is a plan with the state of so many subgroups in memory."""
+        """Return whether there is a plan with room for the state of so many subgroups in host memory."""
         try:
             plan_with(resident)
         except InfeasiblePlanError:
@@ -1032,7 +1089,8 @@ def least_memory_use(scenario: Scenario) -> MemoryUse | None:
     fewest = bisect.bisect_left(range(len(budgets)), True, key=has_plan)
     if fewest == len(budgets):
         return None
-    if scenario.model.weights_on_gpu:  # gradients of what the GPU updates stay there, which `_plan` counts
+    # With weights on a GPU the gradients in host memory depend on placements, which need rates (`_plan`).
+    if scenario.model.weights_on_gpu:
         return memory_use(scenario.with_host_memory(budgets[fewest]))
     return plan_memory_use(plan_with(fewest).with_buffer_bytes(bounces=0), scenario)
 
@@ -1044,7 +1102,11 @@ def missing_option_line(scenario: Scenario) -> str:
 
 
 def park_figures(answer: Answer) -> dict[str, float]:
-    """Return the bytes of a rank's memory that `park` gives back, and its seconds; empty if paths have no room."""
+    """Return what parking a rank's session gives back, and how long it takes; empty if paths have no room for state.
+
+    Returns:
+        "host_bytes" and "gpu_bytes" of memory, and "seconds" to write state to the paths.
+    """
     from offload.plan import Home
 
     plan, host, gpu = answer.plan, answer.use.host, answer.use.gpu
@@ -1060,7 +1122,7 @@ def park_figures(answer: Answer) -> dict[str, float]:
 
 
 def node_lines(answer: Answer) -> list[str]:
-    """Return lines about the memory that all ranks use of their node, and the least that would work."""
+    """Return lines about the memory of a node and of its GPUs: what ranks use, the least that would work, parking."""
     scenario, machine, use = answer.scenario, answer.scenario.machine, answer.use
     of_node = "" if machine.memory_bytes is None else f" of the node's {format_bytes(machine.memory_bytes)}"
     used = f"{format_bytes(machine.ranks * use.host_bytes)}{of_node}"

@@ -1,4 +1,7 @@
-"""Where steps are hidden ("auto": by how long iterations have taken), and what updates in backward have to be told.
+"""Chooses where steps are hidden, and tells an engine what updates in backward need to know.
+
+`AutoOverlap` serves `overlap="auto"`: it tries each mode for some steps, and keeps the one with the fastest
+iterations. `Announcer` says of arriving gradients to which pass they belong, and what the step would use.
 
 Public for integrations, and for those who drive an `offload.Engine` themselves, as the DeepSpeed integration does.
 """
@@ -29,7 +32,12 @@ log = logging.getLogger("offload")
 
 
 class Mode(NamedTuple):
-    """Where steps are hidden: each goes on into the next forward pass, or has updates made during backward."""
+    """Where steps are hidden.
+
+    Attributes:
+        in_forward: Whether a step goes on into the next forward pass.
+        in_backward: Whether updates are made during backward, before `step` is called.
+    """
 
     in_forward: bool
     in_backward: bool
@@ -44,12 +52,12 @@ MODES = {
 """The modes by name, in the order in which they are tried."""
 
 TRIAL, MOST_TRIAL, TRIAL_S = 4, 16, 4.0
-"""Steps for which a mode is tried: at least `TRIAL`, and more, up to `MOST_TRIAL`, until they take `TRIAL_S` seconds.
-The first mode is tried for at least twice as many, as memory and rates settle. A mode's first iteration does not
-count, as it still waits for a step of the mode before."""
+"""How long a mode is tried: for as many steps as take `TRIAL_S` seconds, but at least `TRIAL` and at most
+`MOST_TRIAL`. The first mode is tried for at least `2 * TRIAL` steps, as memory and rates settle. A mode's first
+iteration does not count, as it still waits for a step of the mode before."""
 
 LEAST_GAIN = 0.01
-"""Share of an iteration by which a mode has to be faster than one that stands before it in `OVERLAPS`."""
+"""A mode is chosen over those before it in `OVERLAPS` if it is faster by more than this share of an iteration."""
 
 DRIFT = 0.2
 """Share by which the present mode's iterations have to change for all modes to be tried again."""
@@ -66,10 +74,10 @@ def hide_steps(optimizer: Any, called: Iterable[torch.nn.Module], reducing: Iter
 
     Args:
         optimizer: One of this package; with "auto" models that it refuses are left out.
-        called: Modules as they are called, for `overlap_forward`; those without parameters of the optimizer are left
-            out.
-        reducing: Modules for `overlap_backward`; left out are those that are not DDP's or FSDP2's, and those that it
-            refuses, as they have a communication hook, say.
+        called: Modules as the loop calls them, for `overlap_forward`; those without parameters of the optimizer are
+            left out.
+        reducing: Modules that reduce gradients, for `overlap_backward`. Left out are those that are not DDP's or
+            FSDP2's, and those that it refuses, as they have a communication hook, say.
 
     Raises:
         ConfigError: With "forward" and "both": `overlap_forward` refuses a module.
@@ -96,16 +104,17 @@ def trial_steps(iteration_s: float) -> int:
 
 
 class AutoOverlap:
-    """Chooses for one optimizer: tries all modes that are possible, some steps each, and keeps the fastest.
+    """Chooses the mode of one optimizer: tries all modes that are possible, some steps each, and keeps the fastest.
 
-    Looks again after twice as many steps, four times as many, and so on. If iterations have changed much by then, all
-    modes are tried again.
+    It looks again when the count of steps has doubled, doubled once more, and so on. If iterations have changed much
+    by then (`DRIFT`), all modes are tried again.
 
     Args:
         pace: How long iterations take.
 
     Attributes:
-        mode: One of `MODES`: where steps are hidden, as far as that is possible. The first one before any choice.
+        mode: The mode chosen, by its name in `MODES`; the first one before any choice. Steps are hidden so as far as
+            that is possible.
     """
 
     def __init__(self, pace: Pace | None = None) -> None:
@@ -123,14 +132,19 @@ class AutoOverlap:
         return MODES[self.mode].in_forward
 
     def hidden_in(self, engine: Engine, *, forward: bool) -> tuple[str, ...]:
-        """Return where an engine's steps are hidden now: in "forward" (if they can be: `forward`), in "backward"."""
-        now = {"forward": forward and self.goes_on, "backward": engine.speculates}
-        return tuple(place for place, is_hidden_here in now.items() if is_hidden_here)
+        """Return where an engine's steps are hidden now: "forward", "backward", both, or nothing.
+
+        `forward` is whether steps can go on into the next forward pass.
+        """
+        places = {"forward": forward and self.goes_on, "backward": engine.speculates}
+        return tuple(place for place, is_hidden_here in places.items() if is_hidden_here)
 
     def after_step(
         self, engine: Engine, groups: Sequence[Any], device: torch.device, *, forward: bool, backward: bool
     ) -> None:
-        """Count a step, and choose a mode if it is time; then a collective: the first rank chooses for all.
+        """Count a step, and choose a mode if it is time for that. A choice is a collective: the first rank's counts.
+
+        The engine is told whether to update in backward. Whether steps go on into forward, others ask by `goes_on`.
 
         Args:
             engine: Makes the updates; a pending step goes on.
@@ -141,33 +155,33 @@ class AutoOverlap:
             backward: Whether updates can be made during backward; the same on all ranks.
         """
         self._step_count += 1  # not `engine.step_number`, which would wait for the pending step
-        if not math.isnan(self.pace.iteration_s):
+        if not math.isnan(self.pace.iteration_s):  # NaN after the first step
             self._latest_s.append(self.pace.iteration_s)
         possible = [
             name
             for name, mode in MODES.items()
             if (forward or not mode.in_forward) and (backward or not mode.in_backward)
         ]
-        if self._possible and possible != self._possible:  # what was measured so far does not compare
+        if self._possible and possible != self._possible:  # iterations so far may have had another mode: measure anew
             self._next_choice = max(self._next_choice, self._step_count + TRIAL)
             self._latest_s.clear()
         self._possible = possible
         if self._step_count < self._next_choice or len(possible) < 2:
             return
-        # In effect is the last choice without what is impossible: iterations were measured with that mode.
-        last_choice = self.mode
-        in_effect = Mode(MODES[last_choice].in_forward and forward, MODES[last_choice].in_backward and backward)
-        now = next(name for name in possible if MODES[name] == in_effect)
-        mode_index, self._next_choice = self._agree_on_choice(possible, now, groups, device)
+        # The mode in effect, with which iterations were measured: the last choice without what is impossible.
+        chosen = MODES[self.mode]
+        in_effect = Mode(chosen.in_forward and forward, chosen.in_backward and backward)
+        name_in_effect = next(name for name in possible if MODES[name] == in_effect)
+        mode_index, self._next_choice = self._agree_on_choice(possible, name_in_effect, groups, device)
         self.mode = [*MODES][mode_index]
-        if self.mode != last_choice:
+        if self.mode != name_in_effect:
             self._latest_s.clear()
         engine.speculate(MODES[self.mode].in_backward)
 
     def _agree_on_choice(
         self, possible: Sequence[str], now: str, groups: Sequence[Any], device: torch.device
     ) -> tuple[int, int]:
-        """Return what `_choose` does on the first rank; a collective."""
+        """Return what `_choose` returns on the first rank, to all ranks; a collective over each of `groups`."""
         is_first_rank = all(torch.distributed.get_rank(group) == 0 for group in groups)
         answer = self._choose(possible, now) if is_first_rank else (0, 0)  # overwritten by the broadcast
         sent = torch.tensor(answer, dtype=torch.int64, device=device)
@@ -179,27 +193,35 @@ class AutoOverlap:
     def _choose(self, possible: Sequence[str], now: str) -> tuple[int, int]:
         """Return the index in `MODES` of the mode to use from now on, and the count of steps to choose again at.
 
-        In order: stay with the present mode until it has been tried long enough; then try another that has not been;
-        if all have been, use the fastest. `now` is the mode that is in effect: as chosen, but for what is impossible.
+        The mode in effect stays until it has been tried long enough. Then another one is tried that has not been yet.
+        If all possible ones have been, the fastest is used. This also notes in `_tried_s` how long iterations took;
+        it is called on the first rank alone.
+
+        Args:
+            possible: Names of the modes that are possible.
+            now: Name of the mode in effect: the one chosen last, without what is impossible.
         """
         names = list(MODES)
-        took_s = statistics.median([*self._latest_s][1:])  # the first still waited for a step of the mode before
-        if abs(took_s - self._tried_s.get(now, took_s)) > DRIFT * took_s:
+        iteration_s = statistics.median([*self._latest_s][1:])  # the first still waited for a step of the mode before
+        if abs(iteration_s - self._tried_s.get(now, iteration_s)) > DRIFT * iteration_s:
             self._tried_s.clear()  # times of before do not compare any more: all modes are tried again
         was_best_before = now == self.mode and now in self._tried_s  # chosen as the fastest, and not slower since
-        missing_steps = trial_steps(took_s) - len(self._latest_s)
+        missing_steps = trial_steps(iteration_s) - len(self._latest_s)
         if now not in self._tried_s and missing_steps > 0:
             return names.index(now), self._step_count + missing_steps
-        self._tried_s.setdefault(now, took_s)
+        self._tried_s.setdefault(now, iteration_s)
         for name in possible:
             if name not in self._tried_s:
                 return names.index(name), self._step_count + TRIAL
         if not was_best_before:
             now = self._fastest(possible)
-        return names.index(now), 2 * self._step_count  # so ever more rarely
+        return names.index(now), 2 * self._step_count  # so it looks again ever more rarely
 
     def _fastest(self, possible: Sequence[str]) -> str:
-        """Return the fastest of modes that have been tried, and log it; if alike, the first in `OVERLAPS`."""
+        """Return the fastest of modes that have been tried, and log it.
+
+        Of modes that are about as fast (within `LEAST_GAIN`), the first in `OVERLAPS`.
+        """
         tried_s = {name: self._tried_s[name] for name in OVERLAPS if name in possible}
         least_s = min(tried_s.values())
         fastest = next(name for name, took_s in tried_s.items() if took_s * (1 - LEAST_GAIN) <= least_s)
@@ -219,7 +241,10 @@ class BoundWeights(Protocol):
 
 
 class Announcer:
-    """Tells an engine to which pass each arriving gradient belongs, and as a pass begins what the step would use.
+    """Tells an engine what updates in backward need to know.
+
+    It says of each arriving gradient whether its pass is the last before a step. As a pass begins, it says what the
+    step would use if it were called then.
 
     Args:
         optimizer: The optimizer, which is not kept alive.
@@ -252,11 +277,12 @@ class Announcer:
             scale: The loss scale, if it is known; else the last step's is expected.
         """
         self._pace.note_arrival()
+        # Also tells the engine of the arrival, and of which pass it is.
         if not gradients.begins_pass(position, self.is_last_pass if is_last is None else is_last):
             return
         optimizer = self._optimizer()
         read_tensors = self._weights.read_by_updates()
-        if optimizer is None or read_tensors is None:
+        if optimizer is None or read_tensors is None:  # without `foresee` this pass updates nothing
             return
         try:
             groups = self._values(optimizer)

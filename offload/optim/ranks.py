@@ -29,12 +29,20 @@ log = logging.getLogger("offload")
 DIGEST_NUMEL = 1024
 """Elements at the beginning of each weight by which ranks find out whether they have the same weight."""
 SAMPLED, MOST_SAMPLED_NUMEL = 3, 1 << 20
-"""Weights, the smallest, by whose state ranks find out whether those with the same weights have the same state; and
-most elements of one."""
+"""Before a save, ranks with the same weights compare the state of a sample: how many weights the sample has (the
+smallest ones), and the most elements of one."""
 
 
 class _Answer(NamedTuple):
-    """What a rank says of a save; `are_of_rank` is whether all its names may mean other weights on other ranks."""
+    """What a rank tells the others before a save.
+
+    Attributes:
+        id: The checkpoint's id; the first rank's counts.
+        path: Where this rank saves to.
+        weights: By name, what each of its weights is compared by.
+        are_of_rank: Whether each of its names may mean other weights on other ranks (`_is_of_its_rank`).
+        process: The rank's process, so that others see when it has ended; None where the kernel does not say.
+    """
 
     id: str
     path: str
@@ -44,9 +52,13 @@ class _Answer(NamedTuple):
 
 
 class _Digest(NamedTuple):
-    """Shape and dtype of a whole weight, which piece of it a rank has, and a digest of the piece's beginning.
+    """What a rank's weight is compared by with those of the same name on other ranks.
 
-    `state` is the step count, and a digest of the piece's state if that is in the sample.
+    Attributes:
+        whole: Shape and dtype of the whole weight.
+        place: Which piece of it the rank has.
+        digest: Of the piece's beginning (`DIGEST_NUMEL`).
+        state: The step count, and a digest of the piece's state if that is in the sample, else None.
     """
 
     whole: tuple[Any, ...]
@@ -68,14 +80,15 @@ def _has_group() -> bool:
 
 
 def check_all_there(made_by: tuple[int, int], has_part: bool, what: str) -> None:
-    """Refuse to go on with fewer ranks than the optimizer was made with if a rank would take its part for the whole.
+    """Refuse to save or load with fewer ranks than made the optimizer, if a rank would take its part for the whole.
 
-    Without any process group, ranks with all state know nothing of each other: the first may go on, the others not.
+    Ranks that each have all state may go on with fewer. But if there is no process group at all, they know nothing of
+    each other: then only the first may go on.
 
     Args:
-        made_by: The world size and this rank when it was made.
-        has_part: Whether this rank has a part of the state alone.
-        what: What cannot be done, for the error.
+        made_by: The world size and this rank when the optimizer was made.
+        has_part: Whether this rank has only a part of the state.
+        what: What is to be done, for the error.
 
     Raises:
         CheckpointError: The process group has been destroyed, or another one of fewer ranks was made.
@@ -95,7 +108,7 @@ def any_rank(note: bool) -> bool:
     has_cpu = "cpu:" in torch.distributed.get_backend_config()  # else, as with NCCL alone, the device's
     device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
     notes = torch.tensor([note], dtype=torch.int32, device=device)
-    torch.distributed.all_reduce(notes)
+    torch.distributed.all_reduce(notes)  # the sum: how many ranks note it
     return bool(notes)
 
 
@@ -130,10 +143,10 @@ def rank_with_other_weights(weights: Mapping[str, torch.Tensor]) -> int | None:
 
 
 class Meeting:
-    """How ranks hear, without a collective, that all have come to the end of a block, or that one has failed before.
+    """Where ranks wait for each other at the end of a block, without a collective, by torch's key-value store.
 
-    A rank that has failed waits for nobody: it may end, or go on to collectives that the others do not expect. Making
-    one is a collective.
+    A rank that has failed in the block does not come: it only leaves a note, and may end, or go on to collectives
+    that the others do not expect. Those that wait find the note. Making a meeting is a collective.
 
     Args:
         what: The block, for errors.
@@ -151,13 +164,15 @@ class Meeting:
         self._store: Any = torch.distributed.distributed_c10d._get_default_store() if size > 1 else None
 
     def note_failure(self) -> None:
-        """Tell the other ranks that this one has failed, and does not come; if that can be done."""
+        """Tell the other ranks that this one has failed, and does not come; do nothing if the store has gone."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self._key}/failed", str(self._rank))
 
     def wait(self) -> None:
-        """Wait until all ranks have come; after `RANKS_TIMEOUT_S` return, for a collective with a limit of its own.
+        """Wait until all ranks have come, at most `RANKS_TIMEOUT_S`.
+
+        After that time it returns all the same: the collective that the caller goes on to has a limit of its own.
 
         Raises:
             CheckpointError: One does not come: it has failed, or ended.
@@ -170,24 +185,30 @@ class Meeting:
             raise CheckpointError(f"{self._what} is not whole: ranks cannot meet: {cause}") from cause
 
     def _wait(self) -> None:
-        """Do as `wait`, if there is a store."""
-        come, pause_s = self._store.add(f"{self._key}/come", 1), 0.001
+        """Do the work of `wait`: count this rank as there, and look at the store until the count is that of all."""
+        come_count, pause_s = self._store.add(f"{self._key}/come", 1), 0.001
         silence = waits.Silence()
         until_s = silence.now_s + RANKS_TIMEOUT_S
-        while come < len(self._processes) and silence.now_s < until_s:
+        while come_count < len(self._processes) and silence.now_s < until_s:
             gone = [f"{rank} has ended" for rank in _ended_ranks(self._processes)]
             if self._store.check([f"{self._key}/failed"]):
                 gone.append(f"{self._store.get(f'{self._key}/failed').decode()} has failed")
-            come = self._store.add(f"{self._key}/come", 0)
-            if gone and come < len(self._processes):
+            # Adding 0 reads the count. Only now, as a rank that has ended by now may have come before.
+            come_count = self._store.add(f"{self._key}/come", 0)
+            if gone and come_count < len(self._processes):
+                # The last one, as a note of a failure says more than an end.
                 raise CheckpointError(f"{self._what} is not whole: rank {gone[-1]}; see what it has said last")
             silence.warn_if_due(lambda: f"all ranks, so that {self._what} is whole")
-            silence.wait(time.sleep, pause_s)
+            silence.wait(time.sleep, pause_s)  # `sleep` never returns something true, so this lasts all of `pause_s`
             pause_s = min(2 * pause_s, 0.5)
 
 
 def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engine: Engine) -> SaveRequest:
-    """Agree on a save that all ranks make together.
+    """Agree on a save that all ranks make together. A collective if there are several.
+
+    Each rank tells the others what its weights are called and look like. Usually weights of one name are the same, or
+    pieces of one weight. If they are not, the save is refused, unless on every rank all names may mean other weights
+    elsewhere (FSDP1's, made-up ones): then each rank saves its own weights, under names with a prefix.
 
     Returns:
         The request with id, names and number of ranks, alike on all ranks, and with this rank's part. It is a replica
@@ -195,7 +216,7 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engi
         of their own under the same names, as with FSDP1, its metadata has a `prefix` of this rank's names.
 
     Raises:
-        CheckpointError: Ranks have different weights or state under the same names; raised on all of them.
+        CheckpointError: The save is refused, on all ranks; or another rank could not read its state.
     """
     size, rank = world()
     agreed = replace(request, rank=rank, ranks=size, metadata={"prefix": ""})
@@ -212,7 +233,7 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engi
     elsewhere = [(number, answer.path) for number, answer in enumerate(answers) if answer.path != answers[0].path]
     if elsewhere:
         log.log(
-            logging.WARNING if rank == 0 else logging.INFO,
+            logging.WARNING if rank == 0 else logging.INFO,  # all ranks find it: one warning is enough
             "rank 0 saves to %s, and rank %d to %s: without one folder for all ranks nothing is committed",
             *(answers[0].path, *elsewhere[0]),
         )
@@ -221,24 +242,25 @@ def agree_on_save(request: SaveRequest, bounds: Collection[BoundParameter], engi
     names = bare_names(name for answer in answers for name in answer.weights)  # made from all ranks' names
     clash = _find_clash([answer.weights for answer in answers])
     if clash is None:
-        # Ranks without any weights that are updated may have unlike models.
+        # A rank without weights to update is no replica: what else it has of a model may differ from other ranks'.
         replica = bool(bounds) and any(answer.weights == weights_here for answer in answers[:rank])
         return replace(agreed, names=names, replica=replica)
 
-    name, one, other = clash
-    weights = [answers[each].weights[name] for each in (one, other)]
-    is_of_state = weights[0]._replace(state=(0, None)) == weights[1]._replace(state=(0, None))
-    what = "weights with different state" if is_of_state else "different weights"
+    # Ranks have different weights, or the same with different state, under one name.
+    name, first_rank, other_rank = clash
+    weights = [answers[each].weights[name] for each in (first_rank, other_rank)]
+    differ_in_state_alone = weights[0]._replace(state=(0, None)) == weights[1]._replace(state=(0, None))
+    what = "weights with different state" if differ_in_state_alone else "different weights"
     if not all(answer.are_of_rank for answer in answers):
         raise CheckpointError(
-            f"ranks {one} and {other} have {what} that are both called {name}: give every weight a name "
+            f"ranks {first_rank} and {other_rank} have {what} that are both called {name}: give every weight a name "
             "of its own, or use `offload.Engine`, whose parameters know their places"
         )
     log.log(
-        logging.WARNING if rank == 0 else logging.INFO,
+        logging.WARNING if rank == 0 else logging.INFO,  # as above
         "ranks %d and %d have %s that are both called %s, as with FSDP1 or ZeroRedundancyOptimizer: "
         "each rank saves its own, for as many ranks to load",
-        *(one, other, what, name),
+        *(first_rank, other_rank, what, name),
     )
     prefix = f"rank{rank}."
     names = {name: prefix + bare for name, bare in names.items()}
@@ -263,12 +285,18 @@ def is_flattened(parameter: torch.Tensor) -> bool:
 def _find_clash(everyone: Sequence[Mapping[str, _Digest]]) -> tuple[str, int, int] | None:
     """Return a name under which two ranks have different weights, and these ranks; None if there is none.
 
-    Pieces of one weight agree in shape and dtype of the whole; the same pieces agree in digest and step count, too.
+    Under one name all ranks must have the same `whole`, and ranks with the same `place` the same digest and step
+    count. Digests of state are compared where both ranks' samples have that weight: samples of ranks with partly
+    different weights differ.
     """
-    first_seen: dict[tuple[Any, ...], tuple[int, Any]] = {}  # by what is compared: the first rank that has it
+    # The first rank with such a value, and the value, by what all ranks have to have alike.
+    first_seen: dict[tuple[Any, ...], tuple[int, Any]] = {}
     for rank, weights in enumerate(everyone):
-        for name, (whole, place, *content) in weights.items():
-            for key, value in (((name,), whole), ((name, place), content)):
+        for name, (whole, place, digest, (step_count, state_digest)) in weights.items():
+            values: dict[tuple[Any, ...], Any] = {(name,): whole, (name, place): (digest, step_count)}
+            if state_digest is not None:
+                values[name, place, "state"] = state_digest
+            for key, value in values.items():
                 first_rank, first_value = first_seen.setdefault(key, (rank, value))
                 if first_value != value:
                     return name, first_rank, rank
@@ -276,7 +304,11 @@ def _find_clash(everyone: Sequence[Mapping[str, _Digest]]) -> tuple[str, int, in
 
 
 def _state_digests(bounds: Collection[BoundParameter], engine: Engine) -> dict[BoundParameter, int]:
-    """Return digests of the state of the smallest weights that other ranks may have, too; reads it where it lives."""
+    """Return digests of the state of a sample of weights, as ranks with equal weights may have unequal state.
+
+    The sample has the smallest updated weights of those that other ranks may have, too: whole or replicated ones.
+    Their state is read from where it lives.
+    """
     updated = [
         bound
         for bound in bounds
@@ -295,10 +327,10 @@ def _state_digests(bounds: Collection[BoundParameter], engine: Engine) -> dict[B
 
 
 def _digest(bound: BoundParameter, state: tuple[int, int | None]) -> _Digest:
-    """Return what a weight is compared by on all ranks."""
+    """Return what a weight is compared by on all ranks; `state` as in `_Digest`."""
     weight = bound.parameter
     piece = bound.local.detach()
     place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, piece.numel(), bound.cut.box)
-    beginning = piece.as_strided((piece.numel(),), (1,))[:DIGEST_NUMEL].cpu()
+    beginning = piece.as_strided((piece.numel(),), (1,))[:DIGEST_NUMEL].cpu()  # flat, in the order of memory
     digest = digest_of(beginning.view(torch.uint8).numpy().data)
     return _Digest((tuple(weight.shape), weight.dtype), place, digest, state)

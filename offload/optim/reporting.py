@@ -42,7 +42,7 @@ def report_of(engine: Engine, figures: Mapping[str, float], plan_report: PlanRep
         title=f"offload: {format_bytes(plan.state_bytes)} of optimizer state",
         plan=str(plan_report),
         tiers=_tiers(plan, figures),
-        steps=[*earlier_steps, last_step] if step_number else [],  # 0 before the first step
+        steps=[*earlier_steps, last_step] if engine.last_step.step_s else [],  # 0 before the session's first step
         lanes=lanes,
         planned_bytes=plan.host_bytes,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # of Linux, in KiB

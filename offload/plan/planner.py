@@ -79,9 +79,11 @@ def choose_plan(
     _check_placement(placement)
     if len(rates.paths) != len(budgets.paths):
         raise ConfigError("rates.paths", len(rates.paths), f"give one entry for each of {len(budgets.paths)} paths")
+    # A GPU is used if state or weights lie there, or if the placement is "gpu", a stride or a share above 0.
     if budgets.gpu_bytes or budgets.weights_on_gpu or placement not in ("auto", "cpu", 0):
         rates.gpu.check_used(planned=True)
     budgets = fastest_nodes_first(budgets, rates)
+    # With `kept`, how much of each node to use is not searched again: homes lie there already.
     node_bytes = budgets.nodes if kept is not None else _choose_node_bytes(layout, budgets, rates, placement)
     try:
         return _plan_with_node_bytes(layout, budgets, rates, placement, kept, node_bytes)
@@ -93,13 +95,14 @@ def choose_plan(
 
 
 def extend_plan(before: Plan, layout: Layout, budgets: Budgets, rates: Rates, placement: str | float) -> Plan:
-    """Return a plan like `choose_plan`'s for a layout with more subgroups: the others keep homes and placements.
+    """Return a plan like `choose_plan`'s for a layout that adds subgroups to those of the plan `before`.
 
-    Their placements must stay, since memory for gradients was given out by them.
+    Subgroups of `before` keep their homes and placements. The placements must stay, since memory for gradients was
+    given out by them.
     """
-    fresh = choose_plan(layout, budgets, rates, placement, kept=before)  # may place the others anew
-    placements = (*before.placements, *fresh.placements[len(before.placements) :])
-    gpu_slots = max(GPU_STAGING_SLOTS, before.gpu_slots, fresh.gpu_slots)
+    chosen_plan = choose_plan(layout, budgets, rates, placement, kept=before)  # may place subgroups of `before` anew
+    placements = (*before.placements, *chosen_plan.placements[len(before.placements) :])
+    gpu_slots = max(GPU_STAGING_SLOTS, before.gpu_slots, chosen_plan.gpu_slots)
     return make_plan(layout, budgets, kept=before, placements=placements, gpu_slots=gpu_slots)
 
 
@@ -109,8 +112,8 @@ def fastest_nodes_first(budgets: Budgets, rates: Rates) -> Budgets:
     Raises:
         ConfigError: If one has no rates.
     """
-    known = dict(budgets.nodes)
-    nodes = tuple(NodeBudget(node, known[node]) for node in rates.fastest_first(known))
+    node_bytes = dict(budgets.nodes)
+    nodes = tuple(NodeBudget(node, node_bytes[node]) for node in rates.fastest_first(node_bytes))
     return replace(budgets, nodes=nodes) if nodes else budgets
 
 
@@ -119,18 +122,20 @@ def _choose_node_bytes(
 ) -> Sequence[NodeBudget]:
     """Return how many bytes to use of each memory node: all, unless less of one makes the predicted step shorter.
 
-    A step may be shorter if some state is streamed, or updated on the GPU, rather than updated in slow memory. The
-    number of homes on each node is searched: the best of a coarse grid, then descent from there. There is no search
-    if a placement says which subgroups the GPU updates.
+    Less may be faster since state without a home there is streamed, or updated on the GPU, rather than updated by the
+    CPU in slow memory. The number of homes on each node is searched: the best of a coarse grid, then descent from
+    there. There is no search if a placement says which subgroups the GPU updates.
     """
     nodes = budgets.nodes
     has_choice = len(nodes) > 1 and bool(budgets.paths or budgets.gpu_staging_bytes)
     if not has_choice or placement not in ("auto", "cpu", 0):
-        return nodes  # without paths and GPU staging, all state has to be at home there
+        return nodes  # there is one node, or no other place for state, or the placement is fixed
     mean = _MeanSubgroups(layout, budgets, rates, searches_gpu=placement == "auto")
+    if not mean.count:
+        return nodes  # all state is at home on the GPU
     cost_s = functools.cache(mean.step_s)
     most = [min(mean.count, node.nbytes // mean.slot_bytes) for node in nodes]  # homes that each node has room for
-    # As `make_plan` fills the nodes, the fastest first.
+    # Homes as `make_plan` fills the nodes, the fastest first: each node gets what the faster ones have no room for.
     full = tuple(min(room, max(0, mean.count - sum(most[:n]))) for n, room in enumerate(most))
     coarse = min((full, *_coarse_counts(most, COARSE_NODE_SHARES)), key=cost_s)
     best = _descend(coarse, most, COARSE_NODE_SHARES, cost_s)
@@ -157,15 +162,16 @@ class _MeanSubgroups:
         self._rates = rates
         self._path_shares = filled.path_shares(rates)
         gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // self.slot_bytes) if searches_gpu else 0
-        self._gpu_shares = COARSE_NODE_SHARES if gpu_slots else 0
+        self._gpu_shares = COARSE_NODE_SHARES if gpu_slots else 0  # 0: no updates on the GPU are tried
         mean_tiles = sum(subgroup.tile_count for subgroup in layout.subgroups) / max(len(layout.subgroups), 1)
         # `mix_of` counts the tiles of what is streamed in `filled`; any subgroup may be streamed here.
         self._base = replace(base, mean_tiles=mean_tiles, gpu_slots=gpu_slots)
 
     def step_s(self, homes: tuple[int, ...]) -> float:
-        """Return the seconds of a step with so many homes on each node, and the best coarse share of GPU updates.
+        """Return the seconds of a step with `homes[n]` homes on the n-th node, and the best coarse share on the GPU.
 
-        Infinite if that is more homes than subgroups, or leaves some to be streamed without paths or staging slots.
+        Infinite if there are more homes than subgroups, or if subgroups would be streamed without paths or staging
+        slots.
         """
         budgets = self._budgets
         streamed = self.count - sum(homes)
@@ -184,7 +190,7 @@ class _MeanSubgroups:
         return min(estimate_mix(mix, self._path_shares, self._rates).step_s for mix in mixes)
 
     def _on_cpu(self, count: int) -> ByDevice:
-        """Return so many mean subgroups, all updated on the CPU."""
+        """Return `count` mean subgroups, all updated on the CPU."""
         return ByDevice(SubgroupSum(count, self._state_bytes * count / max(self.count, 1)), SubgroupSum())
 
 
@@ -209,17 +215,17 @@ def _plan_with_node_bytes(
         placements, mix = _cheapest_placements(plan, on_cpu, rates)
     elif placement != "cpu":
         placements = _placements_of(plan, placement)
-        # With the most slots, of which the fewest that do are chosen next.
+        # A mix with as many slots on the GPU as fit; next, the fewest that suffice are chosen.
         mix = mix_of(make(placements=placements, gpu_slots=budgets.most_gpu_slots))
     gpu_slots = _fewest_gpu_slots(mix, plan.path_shares(rates), rates)
     slots = plan.staging_slots
-    if budgets.staging_bytes is None and slots and kept is None:  # a session with a plan has made its slots
+    if budgets.staging_bytes is None and slots and kept is None:  # with `kept`, a session has made its slots already
         slots = _fewest_staging_slots(mix, plan.path_shares(rates), rates, slots)
         if placement == "auto" and placements != plan.placements and slots != plan.staging_slots:
             # With more slots, updates of more subgroups may be faster on the GPU, copies included.
             placements, _ = _cheapest_placements(plan, replace(on_cpu, staging_slots=slots), rates)
     if slots == plan.staging_slots and placements == plan.placements:
-        return plan
+        return plan  # it has no slots on the GPU, and needs none: the GPU updates only what is at home there
     try:
         return make(placements=placements, staging_slots=slots, gpu_slots=gpu_slots)
     except InfeasiblePlanError:
@@ -230,14 +236,19 @@ def _plan_with_node_bytes(
 
 
 def _fewest_gpu_slots(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
-    """Return the fewest staging slots on the GPU with which a step is at most `WORTH_A_SLOT` slower than with any."""
-    counts = range(min(GPU_STAGING_SLOTS, mix.gpu_slots), mix.gpu_slots + 1)  # more only where they are borrowed
+    """Return the fewest staging slots on the GPU that make a step at most `WORTH_A_SLOT` slower than the best number.
+
+    Tried are `GPU_STAGING_SLOTS` (or all of the mix's, if fewer) and, where slots are borrowed, the larger numbers.
+    """
+    counts = range(min(GPU_STAGING_SLOTS, mix.gpu_slots), mix.gpu_slots + 1)
     costs = {count: estimate_mix(replace(mix, gpu_slots=count), shares, rates).step_s for count in counts}
     return next(count for count, cost_s in costs.items() if cost_s <= (1 + WORTH_A_SLOT) * min(costs.values()))
 
 
 def _fewest_staging_slots(mix: Mix, shares: tuple[float, ...], rates: Rates, usual: int) -> int:
-    """Return the fewest of `STAGING_SLOTS` with nearly the best throughput; `usual` if each holds all streamed state.
+    """Return the fewest of `STAGING_SLOTS` with nearly the best throughput.
+
+    If the fewest of these hold all streamed state, so that none moves, `usual` is returned.
 
     State in slots stays there between steps, so a step moves `streamed - slots` subgroups out and in. More slots keep
     more state in memory, as more `host_memory` would, which is the user's choice. So slots are compared by the time
@@ -254,7 +265,7 @@ def _fewest_staging_slots(mix: Mix, shares: tuple[float, ...], rates: Rates, usu
 
 
 def _placements_of(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
-    """Return the device of each subgroup's update by a stride, a share, or "gpu"."""
+    """Return the device of each subgroup's update, for a placement that is a stride, a share, or "gpu"."""
     count = len(plan.homes)
     if isinstance(placement, str) and placement != "gpu":
         stride = int(placement.removeprefix(STRIDE))
@@ -285,19 +296,25 @@ def _with_gpu(plan: Plan, numbers: Iterable[int]) -> tuple[Placement, ...]:
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:
-    """Return `count` of `numbers`, as evenly spread as can be: those at which floor(i * count / total) grows.
+    """Return `count` of `numbers`, as evenly spread as can be.
 
-    That is 0 for i = 0 and `count` for i = total, and grows by at most 1 at a time.
+    `numbers[i]` is chosen if floor(i * count / total) grows from i to i + 1. That goes from 0 for i = 0 to `count`
+    for i = total, and grows by at most 1 at a time: so `count` numbers are chosen.
     """
     total = len(numbers)
     return [number for i, number in enumerate(numbers) if (i + 1) * count // total > i * count // total]
 
 
 def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...], Mix]:
-    """Return the placements with the shortest predicted step, and the mix that they make of the plan's.
+    """Return the placements with the shortest predicted step, and the mix of the plan with these placements.
 
     Tried are all updates on the CPU, fixed strides, and counts of each kind (see `_subgroups_by_kind`), whose
     subgroups are as evenly spread as can be.
+
+    Args:
+        plan: A plan in which the GPU updates only what is at home there.
+        mix: The plan's mix, perhaps with another number of staging slots.
+        rates: Speed of every lane.
     """
     sizes = plan.layout.subgroup_bytes
     kinds = _subgroups_by_kind(plan, mix)
@@ -309,12 +326,12 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
     base = replace(mix, gpu_slots=slots)
 
     def mix_with(chosen: Sequence[Sequence[int]]) -> Mix:
-        """Return the mix whose GPU updates these subgroups of each kind, with their real sizes."""
+        """Return the mix whose GPU updates the subgroups `chosen` of each kind, with their real sizes."""
         return _moved_to_gpu(base, [SubgroupSum(len(some), sum(sizes[n] for n in some)) for some in chosen])
 
     best_counts = _best_counts(base, [len(kind) for kind in kinds], shares, rates)
     spread = [_spread(kind, count) for kind, count in zip(kinds, best_counts, strict=True)]
-    # What the GPU may update, with the mix that it makes:
+    # The choices, each as a mix and the numbers of the subgroups that the GPU updates in it; first, none.
     choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (mix_with(spread), [*itertools.chain(*spread)])]
     members = [frozenset(kind) for kind in kinds]
     for stride in _strides(len(plan.homes)):
@@ -329,7 +346,14 @@ def _cheapest_placements(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Plac
 
 
 def _best_counts(base: Mix, most: Sequence[int], shares: tuple[float, ...], rates: Rates) -> tuple[int, ...]:
-    """Return how many subgroups of each kind the GPU should update: the best of a coarse grid, then descent."""
+    """Return how many subgroups of each kind the GPU should update: the best of a coarse grid, then descent.
+
+    Args:
+        base: The mix with all these updates on the CPU.
+        most: Number of subgroups of each kind.
+        shares: The part of all tiles on each path.
+        rates: Speed of every lane.
+    """
 
     @functools.cache
     def cost_s(counts: tuple[int, ...]) -> float:
@@ -340,7 +364,11 @@ def _best_counts(base: Mix, most: Sequence[int], shares: tuple[float, ...], rate
 
 
 def _subgroups_by_kind(plan: Plan, mix: Mix) -> list[list[int]]:
-    """Return the subgroups at home in host memory (of each memory node, if there are several), then streamed ones."""
+    """Return the numbers of the subgroups of each kind that may be updated on the CPU or the GPU.
+
+    A kind is all those at home in host memory (on one memory node, if there are several). The last kind is all
+    streamed ones.
+    """
     nodes = plan.nodes or (None,) * len(plan.homes)
     homes = list(zip(plan.homes, nodes, strict=True))
     kinds = [*((Home.HOST, node) for node in (mix.nodes or [None])), (Home.STREAMED, None)]
@@ -355,21 +383,24 @@ def _moved_to_gpu(base: Mix, parts: Sequence[SubgroupSum]) -> Mix:
         parts: Of the homes on each memory node, in the order of `base.nodes`; of streamed state last.
     """
     cpu_bytes = base.host.on_cpu.nbytes + base.streamed.on_cpu.nbytes
-    left = 1 - sum(part.nbytes for part in parts) / cpu_bytes  # the part of its bytes that the CPU still updates
+    cpu_share = 1 - sum(part.nbytes for part in parts) / cpu_bytes  # of its bytes, the CPU still updates this share
     *host, streamed = parts
-    of_nodes = zip(base.nodes.items(), host, strict=False)  # `base.nodes` is empty if there is only one
+    nodes_and_parts = zip(base.nodes.items(), host, strict=False)  # `base.nodes` is empty if there is only one
     return replace(
         base,
         host=_split(base.host, SubgroupSum(sum(part.count for part in host), sum(part.nbytes for part in host))),
         streamed=_split(base.streamed, streamed),
-        nodes={node: _split(whole, part) for (node, whole), part in of_nodes},
-        pushed_bytes=base.pushed_bytes * left,
-        fetched_gradient_bytes=base.fetched_gradient_bytes * left,
+        nodes={node: _split(whole, part) for (node, whole), part in nodes_and_parts},
+        pushed_bytes=base.pushed_bytes * cpu_share,
+        fetched_gradient_bytes=base.fetched_gradient_bytes * cpu_share,
     )
 
 
 def _spread_to_gpu(base: Mix, counts: Sequence[int]) -> Mix:
-    """Return a mix whose GPU updates so many subgroups of each kind, taken as equally large."""
+    """Return a mix whose GPU updates `counts[k]` subgroups of kind k; those of a kind are taken as equally large.
+
+    Kinds are those of `_subgroups_by_kind`. In `base`, the CPU updates them all.
+    """
     kinds = [*(base.nodes.values() or [base.host]), base.streamed]
     totals = [kind.on_cpu for kind in kinds]
     return _moved_to_gpu(
@@ -378,24 +409,28 @@ def _spread_to_gpu(base: Mix, counts: Sequence[int]) -> Mix:
 
 
 def _split(whole: ByDevice, part: SubgroupSum) -> ByDevice:
-    """Return what the CPU updates in `whole`, divided: `part` for the GPU, the rest for the CPU."""
+    """Divide what the CPU updates in `whole`: the GPU gets `part` of it, and the CPU keeps the rest."""
     on_cpu = whole.on_cpu
     return ByDevice(SubgroupSum(on_cpu.count - part.count, on_cpu.nbytes - part.nbytes), part)
 
 
 def _coarse_counts(most: Sequence[int], shares: int) -> Iterator[tuple[int, ...]]:
-    """Yield counts of each kind to try first: none, and for each share three sorts of counts.
+    """Yield the counts of each kind to try first: none of any kind, and for each share three sorts of counts.
 
-    The share of all kinds; the share of one kind, and none of the others; all of one kind, and the share of the
-    others.
+    These are the share of all kinds; the share of one kind, and none of the others; all of one kind, and the share of
+    the others.
+
+    Args:
+        most: The greatest count of each kind.
+        shares: How many shares to try: 1 / `shares`, 2 / `shares`, and so on, up to 1.
     """
     yield (0,) * len(most)
     kinds = range(len(most))
     for part in range(1, shares + 1):
-        some = tuple(count * part // shares for count in most)
-        one_alone = [tuple(some[i] if i == kind else 0 for i in kinds) for kind in kinds]
-        one_whole = [tuple(most[i] if i == kind else some[i] for i in kinds) for kind in kinds]
-        yield from dict.fromkeys((some, *one_alone, *one_whole))  # each once
+        of_share = tuple(count * part // shares for count in most)
+        one_alone = [tuple(of_share[i] if i == kind else 0 for i in kinds) for kind in kinds]
+        one_whole = [tuple(most[i] if i == kind else of_share[i] for i in kinds) for kind in kinds]
+        yield from dict.fromkeys((of_share, *one_alone, *one_whole))  # each once
 
 
 def _descend(
@@ -404,10 +439,16 @@ def _descend(
     """Descend from `best` to the cheapest counts near it: a pattern search with steps that are halved down to 1.
 
     A move changes one kind's count by a step, or moves a step from one kind to another. Steps begin at half the
-    distance of `_coarse_counts`.
+    distance of `_coarse_counts`. They are halved when no move is cheaper than to stay.
+
+    Args:
+        best: The counts to begin with, by kind.
+        most: The greatest count of each kind.
+        shares: Number of shares by which `_coarse_counts` has made `best`.
+        cost_s: Seconds of a step with some counts.
     """
     kinds = range(len(most))
-    # Signs of the changes, by kind. The first move stays: `min` prefers it to others that are no cheaper.
+    # Each move has the signs of its changes, by kind. The first one, {}, stays: `min` prefers the first of equals.
     moves = [{}, *({kind: sign} for kind in kinds for sign in (-1, 1))]
     moves += [{a: sign, b: -sign} for a, b in itertools.combinations(kinds, 2) for sign in (1, -1)]
     step = max(most) // shares // 2 + 1
@@ -422,9 +463,10 @@ def _descend(
 
 
 def _strides(count: int) -> list[int]:
-    """Return all strides up to `EVERY_STRIDE`; of longer ones that pick equally many subgroups, only the first.
+    """Return the strides to try for `count` subgroups: all up to `EVERY_STRIDE`, and some longer ones.
 
-    Stride k picks m = count // k; the last stride that picks m is count // m.
+    Of longer strides that pick equally many subgroups, only the first is tried. Stride k picks m = count // k
+    subgroups, and the last stride that picks m is count // m.
     """
     strides = []
     stride = 1

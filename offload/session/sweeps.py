@@ -22,14 +22,14 @@ class Sweeps:
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
         self.version = 0
-        """The newest version of any tile; no two of a tile have the same number."""
+        """The number of the newest version of any tile; no two versions of a tile have the same number."""
         self.step_number = 0
-        """Steps that have ended."""
+        """Steps that the state has had, those before a checkpoint that was loaded included."""
         self.last = StepAccount()
         """The account of the last step that has ended."""
         self.account = self.last
         """The account of the open step; where no step is open, that of the last one."""
-        self._unlearnt: StepAccount | None = None  # the account that `take_last_account` returns
+        self._unlearnt: StepAccount | None = None  # the account that `take_last_account` returns next, once
         self._sweep_count = 0
 
     def begin(self, subgroups: Sequence[int], visitor: Visitor, *, changes: bool, overwrites: bool = False) -> Sweep:
@@ -80,16 +80,23 @@ class Sweeps:
         return Sweep(self._sweep_count, self.version, visits, is_open)
 
     def open_account(self) -> None:
-        """Open the account of the next step unless it is open: what lanes do from now on counts for it."""
+        """Open the account of the next step unless it is open: what lanes do from now on counts for it.
+
+        `take_last_account` can then return the last step's account, once.
+        """
         if self.account is self.last:
             self._parts.executor.take_timed()  # what a device has timed by now belongs to the last step
-            ended = ((self.step_number, self.last.whole_s),) if self.step_number else ()
-            earlier_steps = (*self.last.earlier_steps, *ended)[-RECENT_STEPS:]
+            # Number and seconds of the last step; nothing before the session's first.
+            last_step = ((self.step_number, self.last.whole_s),) if self.last.step_s else ()
+            earlier_steps = (*self.last.earlier_steps, *last_step)[-RECENT_STEPS:]
             self._unlearnt, self.account = self.last, StepAccount(earlier_steps=earlier_steps)
             self._parts.executor.timeline = self.account.timeline
 
     def close_account(self) -> None:
-        """Count what is begun from now on for no step, until the next one's account is opened; it may be open."""
+        """Let the last step's account count nothing that is begun from now on: a request that is no step has come.
+
+        This sets the account's `until_s`, at the first such request. If the next step's account is open, do nothing.
+        """
         if self.account is self.last and self.last.until_s == math.inf:
             self.last.until_s = self._parts.executor.end_engine_interval()
 

@@ -352,6 +352,31 @@ def test_a_save_under_fsdp_is_marked_before_its_model_is_written(
     prepared.close()
 
 
+def test_each_of_two_optimizers_under_fsdp_has_its_own_pointer(
+    optimizer: offload.AdamW, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, folder = Accelerator(cpu=True), tmp_path / "ck"
+    for name in ("save_fsdp_model", "load_fsdp_model"):
+        monkeypatch.setattr(f"accelerate.accelerator.{name}", lambda *given, **options: None)
+    monkeypatch.setattr(accelerator.state, "fsdp_plugin", None, raising=False)
+    with offload.AdamW([torch.nn.Parameter(torch.ones(5000))]) as other:
+        prepared = []
+        for steps, each in enumerate((optimizer, other), start=1):
+            accelerator.prepare(torch.nn.Linear(2, 2))
+            prepared.append(enable(accelerator, accelerator.prepare(each)))
+            for _ in range(steps):
+                set_gradients(each)
+                each.step()
+        monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.FSDP)
+        accelerator.save_state(str(folder))
+        set_gradients(other)
+        other.step()
+        accelerator.load_state(str(folder))
+        assert [each.optimizer.engine.step_count(0) for each in prepared] == [1, 2]
+        for each in prepared:
+            each.close()
+
+
 def test_a_checkpoint_of_torchs_is_gone_on_from(optimizer: offload.AdamW, tmp_path: Path) -> None:
     stock = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in optimizer.param_groups[0]["params"]])
     first, second = Accelerator(cpu=True), Accelerator(cpu=True)

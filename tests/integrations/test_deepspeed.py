@@ -298,6 +298,7 @@ ON_NVME = {"offload_param": {"device": "nvme", "nvme_path": "/x"}}
         ),
         (zero(**ON_NVME, ours={"overlap": "both"}), "multi_tier_offload.overlap", "weights in a file"),
         (config(torch_autocast={"enabled": True}), "torch_autocast.enabled", "bf16"),
+        (config(managed_gradient_accumulation=False), "managed_gradient_accumulation", "leave it out"),
         (zero(1, {"overlap": "backward"}, **CPU), "multi_tier_offload.overlap", "overlap_comm"),
         (saving(layout="copy"), "checkpoint.layout", "stock, in_place"),
         (saving(wait="no"), "checkpoint.wait", "true or false"),

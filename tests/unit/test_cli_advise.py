@@ -527,6 +527,29 @@ def test_what_a_framework_cannot_have_is_said(capsys: pytest.CaptureFixture[str]
     assert "--advise or --target" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "trainer", "deepspeed"),
+    [
+        ("lion", "offload.Lion(", 'optim="offload_lion"', '"optimizer": {"type": "Lion"'),
+        ("adagrad", "offload.Adagrad(", 'optim="offload_adagrad"', None),
+        ("sgd", "momentum=0.9, offload=", 'optim="offload_sgd", optim_args="momentum=0.9"', None),
+    ],
+)
+def test_lines_have_the_optimizer_that_was_asked_for(
+    capsys: pytest.CaptureFixture[str], rule: str, optimizer: str, trainer: str, deepspeed: str | None
+) -> None:
+    words = [*WORDS.split(), "--state-format", "exact", "--rule", rule, "--advise"]
+    assert cli.main(["plan", *words]) == 0
+    printed = capsys.readouterr().out
+    for line in (optimizer, trainer, deepspeed or "Trainer"):
+        assert line in printed
+    assert "adamw" not in printed.lower()
+    assert ("zero_optimization" in printed) == (deepspeed is not None)
+    if deepspeed is None:
+        assert cli.main(["plan", *words, "--for", "deepspeed"]) == 0
+        assert f": not with --rule {rule}\n" in capsys.readouterr().out
+
+
 RANKS = [*WORDS.replace("16GiB", "2x16GiB", 1).split(), "--state-format", "exact", "--advise"]
 
 

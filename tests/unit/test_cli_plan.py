@@ -162,6 +162,17 @@ def test_days_until_a_drive_is_worn_out(rates, capsys):
     assert path["days"] == pytest.approx(1e15 / (1000 * path["written_bytes_per_step"]))
 
 
+def test_a_step_that_is_not_simulated_wears_as_much(rates, capsys, monkeypatch):
+    arguments = ["--params", "8e9", "--rates", rates, "--placement", "cpu", "--endurance", "1PB"]
+    (simulated,) = plan_json(capsys, *arguments)["paths"]
+    monkeypatch.setattr("offload.cli.scenario.MOST_TILES", 0)
+    found = plan_json(capsys, *arguments)
+    assert any("not simulated" in warning for warning in found["warnings"])
+    (path,) = found["paths"]
+    assert path["written_bytes_per_step"] == pytest.approx(simulated["written_bytes_per_step"], rel=1e-3)
+    assert path["days"] > 0
+
+
 def test_the_gpu_takes_its_part(rates, capsys):
     arguments = ["--params", "2e9", "--rates", rates, "--host-memory", "24GiB"]
     both = plan_json(capsys, *arguments)

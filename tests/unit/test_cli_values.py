@@ -79,6 +79,7 @@ def test_a_duration_has_a_unit_that_suits_it(seconds: float, text: str) -> None:
         (63e-3, 253e-6, ""),
         (0.0, 1.0, ""),
         (float("nan"), 1.0, ""),
+        (1.0, float("nan"), ""),
     ],
 )
 def test_how_far_durations_are_apart_is_said_where_it_means_something(

@@ -159,6 +159,14 @@ def test_more_memory_is_given_on_the_fastest_node() -> None:
     assert Budgets(SIZE).with_more_host(SIZE) == Budgets(2 * SIZE)
 
 
+@pytest.mark.parametrize("placement", ["auto", "cpu"])
+def test_where_all_state_is_at_home_on_the_gpu_nodes_keep_their_bytes(placement: str) -> None:
+    budgets = dataclasses.replace(budgets_of(4, 4, gpu=True), gpu_bytes=6 * SIZE)
+    plan = choose_plan(layout_of(6), budgets, rates_of(20, 1, (50, 50)), placement)
+    assert set(plan.homes) == {Home.GPU}
+    assert plan.budgets.nodes == budgets.nodes
+
+
 def test_nodes_need_rates() -> None:
     with pytest.raises(ConfigError, match=r"'node2' cannot be used; the rates have node0"):
         choose_plan(layout_of(6), budgets_of(4, 4), dataclasses.replace(rates_of(20, 1), nodes=(node(0, 60),)))

@@ -173,6 +173,23 @@ def test_a_run_of_ones_own_is_a_folder_for_the_commands(tmp_path: Path, capsys: 
     assert "operations of step 103" in capsys.readouterr().out
 
 
+def test_a_session_that_has_loaded_reports_its_own_steps(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with stepped(tmp_path / "first", 2) as first, stepped(tmp_path / "second", 0) as second:
+        first.save_checkpoint(tmp_path / "checkpoint")
+        first.wait_checkpoint()
+        second.load_checkpoint(tmp_path / "checkpoint")
+        for numbers in ([], [3], [3, 4]):
+            second.report(tmp_path / "run")
+            steps = json.loads((tmp_path / "run" / "report.json").read_text())["steps"]
+            assert [step["number"] for step in steps] == numbers
+            assert all(step["measured_s"] > 0 for step in steps)
+            (weight,) = second.param_groups[0]["params"]
+            weight.square().sum().backward()
+            second.step()
+
+
 def test_without_matplotlib_there_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with stepped(tmp_path, 1) as optimizer:
         for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:

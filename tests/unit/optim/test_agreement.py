@@ -130,6 +130,15 @@ def test_the_same_weights_with_other_state_are_no_replicas(monkeypatch: pytest.M
     assert not any(found.replica for found in agree(monkeypatch, everyone, [Updated(), other]))
 
 
+def test_state_is_compared_where_both_ranks_have_sampled_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with experts of their own sample those, where they are smaller than a weight that both ranks have."""
+    monkeypatch.setattr(ranks, "SAMPLED", 1)
+    everyone = [[*make(a="a"), *make(numel=2, b="expert0")], make(a="a")]
+    assert [found.replica for found in agree(monkeypatch, everyone)] == [False, False]
+    for error in agree(monkeypatch, everyone, [Updated(), Updated(steps=2)]):  # counts are compared for all
+        assert "weights with different state that are both called a" in str(error)
+
+
 def test_weights_that_nobody_has_named_are_saved_by_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from offload.optim.hiding import DRIFT, LEAST_GAIN, MODES, MOST_TRIAL, TRIAL, AutoOverlap
+from offload.optim.hiding import DRIFT, LEAST_GAIN, MODES, MOST_TRIAL, TRIAL, TRIAL_S, AutoOverlap
 
 SECONDS = {"off": 10.0, "forward": 9.0, "backward": 7.0, "both": 6.0}
 
@@ -64,6 +65,20 @@ def test_short_iterations_are_tried_for_more_steps_as_one_tells_less_of_them() -
     rest = [mode for mode in MODES if mode != "forward"]
     assert steps.take(3 * most, seconds) == [mode for mode in rest for _ in range(most)]
     assert steps.take(20, seconds) == ["both"] * 20
+
+
+@pytest.mark.parametrize("count", range(1, MOST_TRIAL - 2 * TRIAL + 2))
+def test_a_mode_that_needs_a_few_steps_more_goes_on_where_another_was_chosen(count: int) -> None:
+    """Nothing is hidden at first, as forward is not possible: what is in effect is not what was chosen last."""
+    steps = Steps(forward=False)
+    iteration_s = TRIAL_S / (2 * TRIAL - 1 + count)  # after the first choice's iterations, so many are missing
+    seconds = {"off": iteration_s, "backward": iteration_s / 2}
+    auto = steps.auto
+    auto.pace.iteration_s = math.nan  # of the first step, as nothing came before it
+    auto.after_step(cast(Any, steps), [], torch.device("cpu"), forward=False, backward=True)
+    modes = steps.take(2 * TRIAL - 2 + count, seconds)
+    assert set(modes) == {"off"}
+    assert steps.take(4 * MOST_TRIAL, seconds)[-1] == "backward"
 
 
 @pytest.mark.parametrize(
