@@ -64,16 +64,18 @@ _HOMES = {
     "weights_in_host_memory": "weights.host",
     "wrap": "optim",
 }
-"""Where each public name lives; a test holds that it is there, and that type checkers are told the same."""
+"""The module of each public name, below `offload`. A test compares it with the imports for type checkers above."""
 
 __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    """Return a public name from its module, which is imported for that; Python calls this for missing attributes."""
     if name in _HOMES:
         return getattr(import_module(f"offload.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
+    """Return the names for `dir`: also public names that have not been loaded."""
     return sorted([*globals(), *_HOMES])

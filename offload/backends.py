@@ -1,7 +1,8 @@
-"""What differs between types of accelerators and torch has no common call for: one row of `BACKENDS` for each type.
+"""Accelerators by type ("cuda"): one row of `BACKENDS` each, of functions for which torch has no common call.
 
-For all else there are `torch.accelerator`, streams and tensors, which are the same for every type. A type without a
-row is refused: results are promised bit for bit, and a type gets a row once it has been tested for that.
+Pinning of host memory is one. All else is done by `torch.accelerator`, streams and tensors, which are the same for
+every type. A type without a row is refused: results are promised bit for bit, and a type gets a row once it has been
+tested for that.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 class Backend:
     """The functions of one type of accelerators; they are called with the device current.
 
+    Arguments stand in brackets. Defaults are torch's calls that are common to all types; or they do nothing, where a
+    type has no such thing.
+
     Attributes:
         pin: Locks host memory (address, bytes) and lets the device reach it; raises `RuntimeError` with the reason.
         unpin: Undoes `pin` (address).
-        compiler: What its kernels are compiled with, "triton"; None if plain torch operations take their place.
-        describe: Returns a device's name, and its PCI address (domain, bus, device), None if that is unknown.
-        stream: Makes a stream (device, whether its work goes before that of other streams).
-        current_stream: Returns a device's current stream, of the class that `stream` makes.
+        compiler: "triton" where kernels are compiled with it; None where plain torch operations take their place.
+        describe: Returns the name (device) and the PCI address: domain, bus, device; None for one that is not known.
+        stream: Makes a stream (device, whether its work goes before that of other streams: by priority -1, not 0).
+        current_stream: Returns the current stream (device), of the class that `stream` makes.
         event: Makes an event (device, whether it is timed) for such streams. A thread that waits for it should sleep.
         captures: Returns whether work on the current stream is being captured for a graph.
         relax_captures: Keeps this thread's calls from breaking captures by other threads.
@@ -58,10 +62,14 @@ class Backend:
 
 
 def accelerator(device: torch.device | str | None = None, name: str = "device") -> tuple[torch.device, Backend]:
-    """Return a device with its index (for None, the current one), and its type's row, after checking that it exists.
+    """Check that an accelerator exists; return it, with an index, and the row of its type.
+
+    Args:
+        device: The device; without an index, the current one of its type is meant. None for the current accelerator.
+        name: The setting that an error names.
 
     Raises:
-        ConfigError: There is no such device, or none that offload runs on; about the setting `name`.
+        ConfigError: There is no such device, or it is of a type that offload does not run on.
     """
     present = torch.accelerator.current_accelerator(check_available=True)
     chosen = present if device is None else torch.device(device)
@@ -70,7 +78,8 @@ def accelerator(device: torch.device | str | None = None, name: str = "device") 
     backend = BACKENDS.get(chosen.type)
     if backend is None:
         raise ConfigError(name, str(chosen), ADVICE)
-    is_present = present == torch.device(chosen.type)  # torch counts the devices of one type only
+    # Torch counts the devices of one type only: that of `present`, which has no index. Others count as absent.
+    is_present = present == torch.device(chosen.type)
     count = torch.accelerator.device_count() if is_present else 0
     if (chosen.index or 0) >= count:
         raise ConfigError(name, str(chosen), f"torch sees {count} such devices")
@@ -81,7 +90,8 @@ def accelerator(device: torch.device | str | None = None, name: str = "device") 
 class working_on:
     """Make a stream the current device's current stream within this context.
 
-    Torch's `with stream` notes the former stream on the stream object itself, which several threads may share.
+    Instead of torch's `with stream`: that notes the former stream on the stream object itself, so that threads which
+    share the object would overwrite each other's note.
     """
 
     __slots__ = ("_before", "_stream")
@@ -98,7 +108,10 @@ class working_on:
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory of a device, or the host's, as a flat tensor, without a copy; its owner has to keep it."""
+    """Return a flat tensor over memory of a device, or the host's, without a copy.
+
+    The tensor does not own the memory: whoever allocated it must not free it while the tensor is in use.
+    """
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, numel * dtype.itemsize)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
@@ -109,7 +122,8 @@ def _cuda_pin(address: int, nbytes: int) -> None:
     error = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
     if int(error):
         with contextlib.suppress(RuntimeError):
-            # CUDA reports the error again at the next launch of a kernel: so launch one (making zeros may be none).
+            # CUDA reports the error again at the next launch of a kernel, which might be the user's. So launch one
+            # here: an addition, as making zeros may launch none.
             torch.empty(1, dtype=torch.uint8, device="cuda").add_(1)
         raise RuntimeError(f"{runtime.cudaGetErrorString(error)} (CUDA error {int(error)})")
 
@@ -124,11 +138,16 @@ def _cuda_describe(device: torch.device) -> tuple[str, tuple[int, int, int] | No
 
 
 def _cuda_relax_captures() -> None:
-    """Set this thread's capture mode, as by default many of its calls would make another thread's capture fail."""
+    """Set this thread's capture mode to "relaxed".
+
+    By default many calls of this thread would make another thread's capture of a graph fail. Torch has no call for
+    that, so the runtime's own is called, CUDA's or ROCm's.
+    """
     name, library = ("hip", "libamdhip64.so") if torch.version.hip else ("cuda", "libcudart.so")
-    version = f".{torch.version.cuda.partition('.')[0]}" if torch.version.cuda else ""
+    version = f".{torch.version.cuda.partition('.')[0]}" if torch.version.cuda else ""  # as in libcudart.so.12
     try:
-        runtime = ctypes.CDLL(library + version)  # torch has loaded it
+        runtime = ctypes.CDLL(library + version)  # torch has loaded it: this is that one's handle
+        # By reference: the call exchanges the mode, and puts the former one there, which nobody needs.
         runtime[f"{name}ThreadExchangeStreamCaptureMode"](ctypes.byref(ctypes.c_int(_RELAXED)))
     except (OSError, AttributeError) as error:
         log.debug("a capture of a CUDA graph may fail while offload works: %s", error)
@@ -141,7 +160,8 @@ BACKENDS: dict[str, Backend] = {
         unpin=lambda address: cuda.cudart().cudaHostUnregister(address),
         compiler="triton",
         describe=_cuda_describe,
-        # An event of torch's common class spins while it is waited for, and this one takes streams of its own only.
+        # CUDA's own classes: `torch.Event` would spin in waits, where `blocking` lets the thread sleep; and
+        # `torch.cuda.Event` takes streams of `torch.cuda.Stream` only.
         stream=lambda device, first: cuda.Stream(device, priority=-first),
         current_stream=lambda device: cuda.current_stream(device),
         event=lambda device, timed: cuda.Event(enable_timing=timed, blocking=True),

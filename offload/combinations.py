@@ -13,8 +13,9 @@ from offload.errors import ConfigError
 
 CONFIG, MADE = ("when the config is made",), ("when the optimizer is made",)
 FORWARD, BACKWARD = ("forward", "both"), ("backward", "both")
-"""Values of `overlap` that hide steps there."""
+"""Values of `overlap` that hide steps in forward, and those that hide steps in backward."""
 ATTACHED, CALLED = ("when the framework begins",), ("when it is called",)
+"""With `CONFIG` and `MADE`: values of `Row.known`, in the words of docs/limits.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,11 @@ class Row:
     """Two things that exclude each other.
 
     Attributes:
-        known: When the combination is refused; several times if it is found out in several places.
+        known: The moments at which the combination is refused: several if several places find it out.
         one: The first thing, in the words of docs/limits.md.
         other: The second thing, which the first is not combined with.
-        advice: What users are told to do; what stands in braces is filled in when it is refused.
-        values: The values of the setting that `check` refuses.
+        advice: What users are told to do; names in braces are replaced by the `words` of `refuse`.
+        values: Where `check` is used: the values of the setting that it refuses.
     """
 
     known: tuple[str, ...]
@@ -41,7 +42,7 @@ class Row:
         Args:
             field: The setting or argument that the error names.
             value: Its value.
-            words: For what stands in braces in the advice.
+            words: What replaces the names in braces in the advice.
 
         Raises:
             ConfigError: Always.
@@ -49,7 +50,7 @@ class Row:
         raise ConfigError(field, value, self.advice.format(**words))
 
     def names(self, value: object) -> bool:
-        """Return whether a setting's value is one of those that are refused."""
+        """Return whether a setting's value is among `values`, which `check` refuses."""
         return value in self.values
 
     def check(self, field: str, value: object, **words: object) -> None:

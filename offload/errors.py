@@ -38,32 +38,37 @@ class TravellingError(Exception):
     """
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """Return how pickle and copy make the error again: without its constructor, then by its attributes."""
+        """Return how pickle and copy make the error again: `_make_blank`, its argument, and what is set afterwards.
+
+        `Exception`'s own way calls the constructor with `args`, the message alone: many constructors need other
+        arguments.
+        """
         carried: dict[int, _Carried] = {}  # by the values' ids
 
         def carry(value: object) -> object:
-            """Wrap a value so that it can be pickled by itself."""
+            """Return what is pickled for an attribute: a `_Carried`, or the value if that is a `TravellingError`."""
             if isinstance(value, TravellingError):
                 return value  # pickled in place, so that errors may refer to each other
-            return carried.setdefault(id(value), _Carried(value))  # one object stays one
+            return carried.setdefault(id(value), _Carried(value))  # what several attributes share stays one
 
+        # The message is in `args`; notes are in `vars`.
         values = {**vars(self), "args": self.args, "__cause__": self.__cause__}
         values["__suppress_context__"] = self.__suppress_context__  # last, as setting `__cause__` changes it
         return _make_blank, (type(self),), {name: carry(value) for name, value in values.items()}
 
     def __setstate__(self, state: Mapping[str, Any] | None) -> None:
-        """Set the attributes that `__reduce_ex__` has returned."""
+        """Set the attributes that `__reduce_ex__` has returned, by name; pickle and copy call this."""
         for name, value in (state or {}).items():
             setattr(self, name, value.value if isinstance(value, _Carried) else value)
 
 
 def _make_blank(error_class: type[TravellingError]) -> TravellingError:
-    """Return an error of a class without calling the constructor, whose arguments are not known."""
+    """Return a new error without attributes; its constructor is not called, as the arguments for it are not known."""
     return error_class.__new__(error_class)
 
 
 class _Carried:
-    """A value that an error carries, pickled by itself: if that fails, it alone is replaced by its text."""
+    """One value of an error's attributes, pickled apart from the others: if that fails, only it becomes text."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -76,20 +81,20 @@ class _Carried:
             return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the value as bytes, and how to make it again; its text if pickle refuses it."""
+        """Return `_unpack_carried` and its argument: the pickled value, or its pickled text if pickle refuses it."""
         try:
             packed = pickle.dumps(self.value)
-            pickle.loads(packed)  # other packages' exceptions can often be pickled, and then not be unpickled
+            pickle.loads(packed)  # a try: exceptions of other packages can often be pickled but not unpickled
         except Exception:
             packed = pickle.dumps(_textual(self.value))
         return _unpack_carried, (packed,)
 
 
 def _textual(value: object) -> object:
-    """Return a value that stands for one that cannot be pickled or unpickled, and has the other's text."""
+    """Return the text of a value that pickle refuses; of an exception, an `OffloadError` with that text."""
     if isinstance(value, BaseException):
         return OffloadError(_shown(value))
-    if type(value) is tuple:  # an error's `args`
+    if type(value) is tuple:  # an error's `args`, which must stay a tuple; a message in it stays as it is
         return tuple(item if isinstance(item, str) else _textual(item) for item in value)
     return _shown(value)
 
@@ -108,7 +113,7 @@ class _Missing(Enum):
 
 
 MISSING: Final = _Missing.MISSING
-"""The value of a `ConfigError` if nothing was given: the message must not show a None that nobody has written."""
+"""The value of a `ConfigError` if nothing was given. Not None: the message would show a None that nobody wrote."""
 
 
 class ConfigError(OffloadError, ValueError):
@@ -255,7 +260,7 @@ def invariant(condition: object, message: str) -> None:
 
 
 def check_text(field: str, value: str, allowed: str = "use a path whose name is UTF-8") -> None:
-    """Refuse text that is not UTF-8, or has a zero: native code and checkpoints could not have it.
+    """Refuse text that native code and checkpoints cannot take: it has no UTF-8 form, or contains a zero character.
 
     Raises:
         ConfigError: It is such a text; names `field`, and says what is `allowed`.
@@ -270,6 +275,10 @@ def check_text(field: str, value: str, allowed: str = "use a path whose name is 
 
 
 def known(value: T | None, message: str) -> T:
-    """Return `value`, which is never None; raise `InternalError` with `message` if it is."""
+    """Return `value`, for type checkers that cannot tell that it is never None here.
+
+    Raises:
+        InternalError: It is None; the error has `message`.
+    """
     invariant(value is not None, message)
     return cast(T, value)

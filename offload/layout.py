@@ -3,8 +3,9 @@
 Invariants:
   * a subgroup holds parameters of one group, one weight dtype and one format of state, in order;
   * every segment starts at a multiple of `SEGMENT_ALIGN_NUMEL` elements in its subgroup and in its parameter, so
-    vector loads of state and weight stay aligned; where elements share scales, the first segment of a piece that
-    begins within a block starts as far behind such a multiple, so that no two segments share a block;
+    vector loads of state and weight stay aligned. An exception, in formats whose elements share scales in blocks: a
+    piece of a parameter may begin within a block. Its first segment then starts as far behind such a multiple as the
+    piece begins behind the start of the block. So blocks are aligned, and no two segments share one;
   * a subgroup's tensors are whole sectors, whatever format they are in; its tiles cut each tensor into equal aligned
     pieces (the last may be shorter);
   * a parameter's segments cover it once, in order. Frozen or empty parameters have none.
@@ -33,13 +34,20 @@ from offload.rules import MASTER, UpdateRule
 SECTOR_NUMEL = FP32.sector_numel
 SEGMENT_ALIGN_NUMEL = 64
 PACKED_ALIGN_NUMEL = 1024
-"""Where segments begin whose state is packed: a multiple of 64 bytes, however many words a block of it has."""
+"""Segments with packed state begin at multiples of this many elements.
+
+Each block of elements has some words in the packed tensor; with this alignment the words of a segment begin at a
+multiple of 64 bytes, however many words a block has.
+"""
 
 LEAST_COMPACT_NUMEL = 4096
 """Elements of a parameter below which sharing scales saves nothing worth its noise."""
 
 MAX_TILE_BYTES = 8 << 20
-"""Large enough that a disk reaches its bandwidth at depth 2, small enough to spread over several paths."""
+"""Most bytes of a tile by default.
+
+Large enough that a disk reaches its bandwidth at depth 2, small enough to spread over several paths.
+"""
 
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -53,7 +61,7 @@ def _unwrapped(name: str) -> str:
 
 
 def bare_names(names: Iterable[str]) -> dict[str, str]:
-    """Return what parameters are called in the bare module, by the names that they have in a wrapped one.
+    """Return for each parameter's name, perhaps that in a wrapped module, its name in the bare module.
 
     `WRAPPERS` are left out wherever they stand. DDP's `module.` is left out if every name begins with it. Where two
     names would become one, both stay as they are.
@@ -61,13 +69,14 @@ def bare_names(names: Iterable[str]) -> dict[str, str]:
     bare_of = {name: _unwrapped(name) for name in names}
     count = Counter(bare_of.values())
     bare_of = {name: bare if count[bare] == 1 else name for name, bare in bare_of.items()}
+    # Again and again: modules may be wrapped several times.
     while bare_of and all(bare.startswith("module.") for bare in bare_of.values()):
         bare_of = {name: bare.removeprefix("module.") for name, bare in bare_of.items()}
     return bare_of
 
 
 def matching_names(names: Iterable[str], there: Collection[str]) -> dict[str, str]:
-    """Return the names that parameters have in a checkpoint, by their own; wrapped modules have other names.
+    """Match parameters with those of a checkpoint, in which a wrapped module may have given them other names.
 
     A parameter whose own name is in the checkpoint has that one. Otherwise both names are compared without `WRAPPERS`
     and DDP's `module.`. A parameter is left out if none matches, or if several do.
@@ -75,6 +84,9 @@ def matching_names(names: Iterable[str], there: Collection[str]) -> dict[str, st
     Args:
         names: The parameters' own names.
         there: The names in the checkpoint.
+
+    Returns:
+        The name in the checkpoint, by the parameter's own name.
     """
 
     def core(name: str) -> str:
@@ -87,16 +99,17 @@ def matching_names(names: Iterable[str], there: Collection[str]) -> dict[str, st
     known = set(there)
     names = [*names]
     matches = {name: name for name in names if name in known}
-    own: dict[str, list[str]] = {}  # names without a match yet, by what is left of them
+    # Names that have no equal on the other side, by their core: those of the parameters, and of the checkpoint.
+    own_by_core: dict[str, list[str]] = {}
     for name in names:
         if name not in known:
-            own.setdefault(core(name), []).append(name)
-    others: dict[str, list[str]] = {}  # likewise, of the checkpoint
-    for name in known.difference(matches):  # so far, matches are of equal names
-        others.setdefault(core(name), []).append(name)
-    for key, alike in own.items():
-        if len(alike) == 1 and len(others.get(key, ())) == 1:
-            matches[alike[0]] = others[key][0]
+            own_by_core.setdefault(core(name), []).append(name)
+    there_by_core: dict[str, list[str]] = {}
+    for name in known.difference(matches):  # so far, `matches` has equal names only
+        there_by_core.setdefault(core(name), []).append(name)
+    for key, own_names in own_by_core.items():
+        if len(own_names) == 1 and len(there_by_core.get(key, ())) == 1:
+            matches[own_names[0]] = there_by_core[key][0]
     return matches
 
 
@@ -118,13 +131,14 @@ class Parameter:
         dtype: Element type of the weight.
         group: Index of its hyperparameter group.
         start: Where a piece begins in the unsharded parameter, in elements, in the order of its memory.
-        unsharded_numel: Elements of the unsharded parameter; 0 for a parameter that is whole.
-        shape: Of the unsharded parameter; None if nobody said.
-        stride: Likewise.
+        unsharded_numel: Elements of the unsharded parameter. 0 may be given for a parameter that is whole.
+        shape: Of the unsharded parameter; None where it is not known.
+        stride: Of the unsharded parameter, for each dimension of `shape`; None where it is not known.
         exact: Whether its state is stored in fp32 in a session of another format.
-        rule: What is kept for it, and how it is updated; None for what the layout says.
-        box: First index and size in each dimension, of a piece that is no single run of the unsharded parameter; its
-            elements lie in memory in row-major order, as the unsharded parameter's do.
+        rule: What is kept for it, and how it is updated; None for the layout's rule.
+        box: For a piece that is cut along several dimensions, or not along the first, and so is no single run of the
+            unsharded parameter: its first index and its size in each dimension. The elements of the piece lie in
+            memory in row-major order, as those of the unsharded parameter do. None for a piece that is one run.
         dealt_copy_bytes: Host memory of copies of the whole weight and its gradient, on the owner rank of a dealt
             weight.
 
@@ -174,15 +188,16 @@ class Parameter:
         sides = zip(box, shape, strict=True)
         is_within = all(first >= 0 and size > 0 and first + size <= whole for (first, size), whole in sides)
         numel = math.prod(size for _, size in box)
+        # The box's first element, counted in the unsharded parameter.
         start = sum(first * step for (first, _), step in zip(box, row_major(shape), strict=True))
         return is_within and numel == self.numel and start == self.start
 
     def runs(self, start: int, numel: int) -> Iterator[tuple[int, int]]:
-        """Yield the runs of the unsharded parameter that a part of the piece is made of.
+        """Yield the runs of the unsharded parameter that make up consecutive elements of the piece.
 
         Args:
-            start: First element of the part, in the piece.
-            numel: Elements of the part.
+            start: First of these elements, counted in the piece.
+            numel: How many there are.
 
         Yields:
             First element in the unsharded parameter, and number of elements.
@@ -191,40 +206,49 @@ class Parameter:
             yield self.start + start, numel
             return
         while numel:
-            index, rest = self.start, start
-            # In each dimension, count the steps from the box's first element, in the box and in the unsharded one.
+            # In each dimension, element `start` of the box has the coordinate `remainder // inner`, by the box's
+            # stride `inner`. In the unsharded parameter it lies as many strides `step` behind the box's first.
+            index, remainder = self.start, start
             for inner, step in zip(self._inner, row_major(self.shape or ()), strict=True):
-                index += rest // inner * step
-                rest %= inner
-            count = min(numel, self._run_numel - start % self._run_numel)
+                index += remainder // inner * step
+                remainder %= inner
+            count = min(numel, self._run_numel - start % self._run_numel)  # up to the end of the run
             yield index, count
             start += count
             numel -= count
 
     def locate(self, index: int) -> tuple[int, int] | None:
-        """Return where an element of the unsharded parameter lies in the piece, and how far the run goes from there.
+        """Return where an element of the unsharded parameter lies in the piece; the reverse of `runs`.
 
-        Both in elements. None if the piece does not have it.
+        Args:
+            index: The element, counted in the unsharded parameter.
+
+        Returns:
+            The element, counted in the piece, and how many elements the run has from there on. None if the piece does
+            not have the element.
         """
         if self.box is None:
-            at = index - self.start
-            return (at, self.numel - at) if 0 <= at < self.numel else None
-        at = 0  # in the piece
+            position = index - self.start
+            return (position, self.numel - position) if 0 <= position < self.numel else None
+        position = 0
         for (first, size), inner, step in zip(self.box, self._inner, row_major(self.shape or ()), strict=True):
-            coordinate, index = divmod(index, step)
+            coordinate, index = divmod(index, step)  # `step` is the unsharded parameter's stride, `inner` the box's
             if not first <= coordinate < first + size:
                 return None
-            at += (coordinate - first) * inner
-        return at, self._run_numel - at % self._run_numel
+            position += (coordinate - first) * inner
+        return position, self._run_numel - position % self._run_numel
 
     @property
     def _inner(self) -> tuple[int, ...]:
-        """How far apart in the piece two neighbours are, in each dimension: the box's strides; () without a box."""
+        """The box's strides: how far apart in the piece two neighbours are, in each dimension; () without a box."""
         return row_major([size for _, size in self.box or ()])
 
     @property
     def _run_numel(self) -> int:
-        """Elements of each of the box's runs: from the last dimension to the first that the box has only in part."""
+        """Elements of each run of the unsharded parameter that the box is made of.
+
+        A run goes over the last dimensions that the box has as a whole, and the box's part of the dimension before.
+        """
         numel = 1
         for (_, size), whole in zip(reversed(self.box or ()), reversed(self.shape or ()), strict=True):
             numel *= size
@@ -251,7 +275,14 @@ class Segment:
 
 
 class PlacedTile(NamedTuple):
-    """A tile, where it begins (in the subgroup's state, if nothing else is said), and its size, both in bytes."""
+    """A tile with its place, in bytes.
+
+    Attributes:
+        id: Names the tile.
+        offset: Where it begins, in the subgroup's state; of tiles of weights and gradients, see the methods that
+            return them.
+        nbytes: Its size.
+    """
 
     id: TileId
     offset: int
@@ -267,9 +298,9 @@ class Subgroup:
         group: The hyperparameter group of all its segments.
         dtype: The weight dtype of all its segments.
         state: What its state is, and how it is stored.
-        numel: Elements of each, padding included; a multiple of `SECTOR_NUMEL`.
+        numel: Elements of each of its state tensors, padding included; a multiple of `SECTOR_NUMEL`.
         segments: Its parameters' runs, in order.
-        tile_numel: Elements of each tile but the last.
+        tile_numel: Elements of each tile of a state tensor but its last, which may have fewer.
     """
 
     index: int
@@ -282,17 +313,17 @@ class Subgroup:
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        """What its state is stored in; an fp32 weight *is* its master and needs no copy."""
+        """Its state tensors. Without a master where weights are fp32: such a weight *is* its master."""
         return self.state.beside if self.dtype is DtypeCode.FLOAT32 else self.state.stored
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of its tensors."""
+        """Names of its state tensors."""
         return tuple(tensor.name for tensor in self.tensors)
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Byte offset of each tensor in the subgroup's state, by name; they follow each other."""
+        """Byte offset of each tensor in the subgroup's state, by name; the tensors follow each other."""
         ends = accumulate(tensor.format.nbytes(self.numel) for tensor in self.tensors)
         return dict(zip(self.names, (0, *ends), strict=False))  # the last end begins nothing
 
@@ -308,17 +339,17 @@ class Subgroup:
 
     @cached_property
     def tile_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Each payload size of its tiles in bytes, and how many have it."""
+        """The payload sizes in bytes that its tiles have, each with the number of such tiles."""
         return self._sizes(self.tensors)
 
     @cached_property
     def weight_tile_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Each payload size of its `weight_tiles` in bytes, and how many have it."""
+        """The payload sizes in bytes that its `weight_tiles` have, each with the number of such tiles."""
         return self._sizes(self._weight_tensors)
 
     @property
     def _weight_tensors(self) -> tuple[StateTensor, ...]:
-        """The master where the weight is it; else none."""
+        """The master of fp32 weights, which is the weight and so not among `tensors`; () for other dtypes."""
         return (StateTensor(MASTER),) if self.dtype is DtypeCode.FLOAT32 else ()
 
     def _sizes(self, tensors: Sequence[StateTensor]) -> tuple[tuple[int, int], ...]:
@@ -353,20 +384,21 @@ class Subgroup:
 
     @cached_property
     def weight_tiles(self) -> tuple[PlacedTile, ...]:
-        """Tiles of the masters that are no state tensor because the weights are; checkpoints name them like others.
+        """Tiles of fp32 weights, by which checkpoints name the masters that are no state tensor; () for other dtypes.
 
-        They are cut and numbered as one more tensor; offsets are in that tensor.
+        They are cut and numbered as if the weights were one more state tensor; offsets are in that tensor.
         """
         return tuple(tile for tensor in self._weight_tensors for tile in self._tiles_of(len(self.tensors), tensor, 0))
 
     def gradient_tiles(self, item_bytes: int) -> tuple[PlacedTile, ...]:
         """Return tiles of its gradients, numbered as one more tensor; offsets are in the gradients' own memory.
 
-        They are as large as its largest tile of state, so that slots of one size serve both.
+        They are as large as its largest tile of state, so that store slots of one size serve both.
 
         Args:
             item_bytes: Bytes of a gradient's element.
         """
+        # Made once for each argument. The class is frozen, but the dict of `_gradient_tiles` is not.
         if item_bytes not in self._gradient_tiles:
             nbytes = round_up(self.numel * item_bytes, SECTOR_BYTES)
             tile_bytes = max(size for size, _ in self.tile_sizes)
@@ -384,12 +416,15 @@ class Subgroup:
 
     @cached_property
     def kept(self) -> tuple[StateTensor, ...]:
-        """What checkpoints keep of it, by the numbers that tiles have: `tensors`, and masters that are weights."""
+        """The tensors that checkpoints keep of it: `tensors`, and fp32 weights; `TileId.tensor` counts them so."""
         return self.tensors + self._weight_tensors
 
 
 def numels_by_format(parameters: Sequence[Parameter], state_format: StateFormat) -> dict[StateFormat, int]:
-    """Return how many elements have their state in each format, in a session of `state_format`; none with 0."""
+    """Return how many elements have their state in each format, in a session of `state_format`.
+
+    Parameters that are `exact` have theirs in `EXACT`. Formats without elements are left out.
+    """
     numel = sum(parameter.numel for parameter in parameters)
     exact_numel = sum(parameter.numel for parameter in parameters if parameter.exact)
     numels = Counter({state_format: numel - exact_numel})
@@ -399,14 +434,24 @@ def numels_by_format(parameters: Sequence[Parameter], state_format: StateFormat)
 
 @dataclass(frozen=True)
 class Layout:
-    """All parameters of one rank and the subgroups that hold their state."""
+    """All parameters of one rank and the subgroups that hold their state.
+
+    Attributes:
+        parameters: In the caller's order; segments name them by their index.
+        subgroups: In order of their indices.
+        state: The rule and the state format of parameters that have none of their own (`state_of`).
+    """
 
     parameters: tuple[Parameter, ...]
     subgroups: tuple[Subgroup, ...]
     state: StateSpec = EXACT_ADAMW
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
-        """Return this layout with new names for its parameters, by their old names; others keep theirs."""
+        """Return this layout with other names for its parameters.
+
+        Args:
+            names: New names, by the old ones. A parameter that is not among them keeps its name.
+        """
         parameters = (
             replace(parameter, name=names.get(parameter.name, parameter.name)) for parameter in self.parameters
         )
@@ -419,13 +464,21 @@ class Layout:
 
     @property
     def device_state(self) -> StateSpec:
-        """What a device's kernels are made ready for; AdamW's for a rule of whole parameters, which need none."""
+        """The rule and state format for which a device's kernels are made ready.
+
+        For a rule of whole parameters it is AdamW's: such a rule is updated by the CPU, and needs no kernel there.
+        """
         return EXACT_ADAMW.stored_in(self.state.format) if self.rule.is_whole else self.state
 
     def numel_of(self, parameter: int, name: str) -> int:
-        """Return the elements of a tensor of a parameter's state: the parameter's, or words of what is packed."""
-        whole = self.parameters[parameter]
-        return self.state_of(whole).rule.numel_of(name, whole.numel)
+        """Return the elements of one tensor of a parameter's state: the parameter's number, or words of packed state.
+
+        Args:
+            parameter: Index of the parameter.
+            name: The tensor's name.
+        """
+        described = self.parameters[parameter]
+        return self.state_of(described).rule.numel_of(name, described.numel)
 
     @cached_property
     def has_rules(self) -> bool:
@@ -433,11 +486,11 @@ class Layout:
         return any(parameter.rule is not None for parameter in self.parameters)
 
     def begins_within_block(self, subgroup: Subgroup) -> bool:
-        """Return whether a piece of a parameter in it begins amid elements that share scales."""
+        """Return whether a parameter's piece in a subgroup begins within a block of elements that share scales."""
         return any(_missing_in_block(self.parameters[s.parameter], subgroup.state) for s in subgroup.segments)
 
     def state_of(self, parameter: Parameter) -> StateSpec:
-        """Return what the state of a parameter is, and how it is stored."""
+        """Return a parameter's rule and state format: `state`'s, unless it has a rule of its own or is `exact`."""
         state = self.state if parameter.rule is None else StateSpec(parameter.rule, self.state.format)
         return state.stored_in(EXACT) if parameter.exact else state
 
@@ -454,7 +507,7 @@ class Layout:
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each parameter, its (subgroup, position of the segment in it), in order."""
+        """For each parameter, where its segments are, in order: (index of the subgroup, index in its `segments`)."""
         places: list[list[tuple[int, int]]] = [[] for _ in self.parameters]
         for subgroup in self.subgroups:
             for position, segment in enumerate(subgroup.segments):
@@ -462,17 +515,18 @@ class Layout:
         return tuple(map(tuple, places))
 
     def parameters_of(self, tile: TileId) -> str:
-        """Return what a tile is of, with the names of the parameters that have elements in it, for messages."""
+        """Return what a tile holds, for messages: "exp_avg of a.weight, b.weight, c.weight and 2 more"."""
         if tile.tensor == ACTIVATIONS:
             return "activations"
         subgroup = self.subgroups[tile.subgroup]
+        # Elements of the subgroup from `first` to `end` are in the tile.
         if tile.tensor < len(subgroup.kept):
-            what = subgroup.kept[tile.tensor].name
+            tensor = subgroup.kept[tile.tensor].name
             first = tile.tile * subgroup.tile_numel
             end = first + subgroup.tile_numel
         else:
             # Tiles of gradients are cut in another way: name all parameters.
-            what = "gradients"
+            tensor = "gradients"
             first = 0
             end = subgroup.numel
         names = [
@@ -481,7 +535,7 @@ class Layout:
             if segment.offset < end and segment.offset + segment.numel > first
         ]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{what} of {', '.join(names[:3]) or 'no parameter'}{more}"
+        return f"{tensor} of {', '.join(names[:3]) or 'no parameter'}{more}"
 
     @cached_property
     def index_by_name(self) -> dict[str, int]:
@@ -505,17 +559,17 @@ class Layout:
 
 
 def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tuple[Parameter, ...]:
-    """Return parameters with `exact` set for those that suffer where elements share scales too.
+    """Return parameters with `exact` set for those whose state should not be stored in blocks that share scales.
 
     Args:
-        parameters: Of a session that stores state in blocks.
-        patterns: Names that are kept exact; see `named_like`.
+        parameters: Of a session whose state format shares scales.
+        patterns: Patterns of names of parameters that are kept exact; see `named_like`.
     """
     parameters = [*parameters]
     named = named_like((parameter.name for parameter in parameters), patterns)
 
     def is_exact(parameter: Parameter) -> bool:
-        """Return whether to keep a parameter exact: it is small, a vector or a scalar, or someone asks for it."""
+        """Return whether to keep a parameter exact: it is small, a vector or a scalar, or the user asks for it."""
         is_small = parameter.unsharded_numel < LEAST_COMPACT_NUMEL
         is_vector = parameter.shape is not None and len(parameter.shape) < 2
         return parameter.exact or is_small or is_vector or parameter.name in named
@@ -524,7 +578,10 @@ def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tupl
 
 
 def named_like(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """Return the names that match a pattern, as in a shell: as they are in the bare module, or as they were given."""
+    """Return the names that match one of some patterns of a shell ("*embed*").
+
+    A name is tried as it is given, and as it is in the bare module (`bare_names`).
+    """
     return {
         name
         for name, bare in bare_names(names).items()
@@ -533,12 +590,16 @@ def named_like(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 
 def _missing_in_block(parameter: Parameter, state: StateSpec) -> int:
-    """Return how many elements of its first block a parameter's piece lacks, where elements share scales."""
+    """Return how many elements of its first block lie before a parameter's piece; 0 if it begins with a block.
+
+    Blocks of elements that share scales are counted from the start of the unsharded parameter. In formats without
+    scales a block is one element, so the result is 0.
+    """
     return parameter.start % state.format.block_numel
 
 
 def ceil_div(value: int, unit: int) -> int:
-    """Return how many units hold a value."""
+    """Return the quotient of two integers, rounded up: how many units hold a value."""
     return -(-value // unit)
 
 
@@ -548,10 +609,10 @@ def round_up(value: int, unit: int) -> int:
 
 
 def check_subgroup_numel(subgroup_numel: int, state: StateSpec = EXACT_ADAMW) -> int:
-    """Return the usable subgroup size: whole sectors of every tensor, at least one.
+    """Return a subgroup's size in elements, rounded down to a multiple of `StateSpec.sector_numel`.
 
     Raises:
-        ConfigError: If it is smaller than one sector's elements.
+        ConfigError: If it is less than that.
     """
     unit = state.sector_numel
     if subgroup_numel < unit:
@@ -568,8 +629,12 @@ def build_layout(
 ) -> Layout:
     """Cut parameters into subgroups of at most `subgroup_numel` elements each.
 
-    Each run of parameters with one group, dtype and format is cut into subgroups of equal size, so that a short last
-    one does not disturb the pipeline. Where a format takes more bytes than `state`'s, fewer elements are a subgroup.
+    All parameters with the same group, dtype, rule and format are cut together, into subgroups of nearly equal size:
+    a short last one would disturb the pipeline. Where an element's state takes more bytes than in `state`, as that of
+    exact parameters beside a compact format, a subgroup has fewer elements.
+
+    Parameters of a rule that updates them as a whole are not cut. One that has more elements than a subgroup may have
+    gets a larger subgroup of its own.
 
     Args:
         parameters: All parameters with state, in the caller's order; names are unique.
@@ -593,17 +658,19 @@ def extend_layout(
     _check_names(parameters)
     subgroups = list(layout.subgroups)
     for (group, dtype, state), members in _indices_by_kind(layout, added).items():
+        # All tensors are cut at the same elements, so the one with the largest elements limits a tile.
         widest = max(tensor.format.bytes_each for tensor in state.stored)
         most_tile_numel = int(round_up(max_tile_bytes, SECTOR_BYTES) / widest)
         # Staging slots have one size in bytes, so a subgroup of a format with larger elements has fewer of them.
         limit = int(subgroup_numel * min(1.0, layout.state.item_bytes / state.item_bytes))
+        # All members have the same state, and with that the same rule: the first stands for them.
         if parameters[members[0]].rule is not None:
             # A rule of its own may have so many bytes for an element that less than a sector would be left.
             limit = max(limit, state.sector_numel)
         for segments in _cut(members, parameters, check_subgroup_numel(limit, state), state):
             last = segments[-1]
             numel = round_up(last.offset + last.numel, state.sector_numel)
-            tile_count = ceil_div(numel, most_tile_numel)
+            tile_count = ceil_div(numel, most_tile_numel)  # as few as possible, of equal size but for the last
             tile_numel = min(numel, round_up(ceil_div(numel, tile_count), state.tile_unit))
             subgroups.append(Subgroup(len(subgroups), group, dtype, state, numel, tuple(segments), tile_numel))
     result = replace(layout, parameters=parameters, subgroups=tuple(subgroups))
@@ -620,9 +687,17 @@ def _check_names(parameters: Sequence[Parameter]) -> None:
 
 
 def _indices_by_kind(layout: Layout, added: Sequence[Parameter]) -> dict[tuple[int, DtypeCode, StateSpec], list[int]]:
-    """Return the indices that parameters get in `layout`, by group, dtype and state: what a subgroup has one of.
+    """Sort added parameters by what all parameters of a subgroup have in common: group, weight dtype and state.
 
-    Parameters without elements are left out.
+    Args:
+        layout: The layout that they are added to.
+        added: The parameters.
+
+    Returns:
+        The indices that they get in the layout, by (group, dtype, state). Parameters without elements are left out.
+
+    Raises:
+        ConfigError: A piece that is no single run has a state format that rounds.
     """
     indices: dict[tuple[int, DtypeCode, StateSpec], list[int]] = {}
     for index, parameter in enumerate(added, start=len(layout.parameters)):
@@ -630,7 +705,7 @@ def _indices_by_kind(layout: Layout, added: Sequence[Parameter]) -> dict[tuple[i
             continue
         state = layout.state_of(parameter)
         if parameter.box is not None and state.format.rounds:
-            # Rounding and blocks follow the order of the unsharded parameter.
+            # Rounding and blocks follow the order of the unsharded parameter, in which such a piece is no run.
             combinations.PIECES_ROUNDED.refuse("state_format", state.format.name, name=parameter.name)
         indices.setdefault((parameter.group, parameter.dtype, state), []).append(index)
     return indices
@@ -639,59 +714,67 @@ def _indices_by_kind(layout: Layout, added: Sequence[Parameter]) -> dict[tuple[i
 def _cut(
     members: Sequence[int], parameters: Sequence[Parameter], limit: int, state: StateSpec
 ) -> list[list[Segment]]:
-    """Return the segments of subgroups of equal size, none over `limit` elements; they cut parameters.
+    """Distribute parameters over subgroups of nearly equal size; a parameter may be cut, into segments of several.
+
+    Parameters of a rule that updates them as a whole are not cut: see `_cut_between`.
 
     Args:
         members: Indices of the parameters that the subgroups hold.
         parameters: All parameters of the layout.
-        limit: Most elements of a subgroup.
+        limit: Most elements of a subgroup; whole sectors.
         state: That of the members.
+
+    Returns:
+        The segments of each subgroup.
     """
     if state.rule.is_whole:
         return _cut_between(members, parameters, limit, state)
     # A piece that begins within a block starts as far behind an aligned element, so that blocks are aligned.
-    before = {index: _missing_in_block(parameters[index], state) for index in members}
-    total = sum(round_up(before[index] + parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
+    missing = {index: _missing_in_block(parameters[index], state) for index in members}
+    total = sum(round_up(missing[index] + parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
     count = ceil_div(total, limit)
     size = min(limit, round_up(ceil_div(total, count), state.sector_numel))
-    cut: list[list[Segment]] = [[]]
-    used = 0
+    segments: list[list[Segment]] = [[]]  # of each subgroup so far; the last one is being filled
+    used = 0  # elements of that one; aligned, as `size` is, so that below `size` there is room for a segment
     for index in members:
         start = 0
         while start < parameters[index].numel:  # one segment; more if it fills a subgroup
             if used == size:
-                cut.append([])
+                segments.append([])
                 used = 0
-            offset = used if start else used + before[index]  # only its first segment begins within a block
+            offset = used if start else used + missing[index]  # only its first segment begins within a block
             numel = min(parameters[index].numel - start, size - offset)
-            cut[-1].append(Segment(index, start, offset, numel))
+            segments[-1].append(Segment(index, start, offset, numel))
             start += numel
             used = round_up(offset + numel, SEGMENT_ALIGN_NUMEL)
-    return cut
+    return segments
 
 
 def _cut_between(
     members: Sequence[int], parameters: Sequence[Parameter], limit: int, state: StateSpec
 ) -> list[list[Segment]]:
-    """Return the segments of subgroups of whole parameters; one larger than `limit` has a subgroup of its own.
+    """Distribute parameters, whose rule updates them as a whole, over subgroups without cutting them.
 
-    The arguments are those of `_cut`. Its rule updates a parameter as a whole.
+    A subgroup has at most `limit` elements, or one larger parameter. Arguments and result are those of `_cut`.
+
+    Raises:
+        ConfigError: A parameter is only a piece of one.
     """
-    # Packed state has other bytes for an element, and is to be aligned all the same.
+    # An element has another number of bytes in packed state, where the segment is to be aligned all the same.
     align = PACKED_ALIGN_NUMEL if state.rule.packed_words else SEGMENT_ALIGN_NUMEL
-    cut: list[list[Segment]] = []
-    used = 0
+    segments: list[list[Segment]] = []  # of each subgroup so far
+    used = 0  # elements of the last one, aligned
     for index in members:
         parameter = parameters[index]
         if parameter.numel != parameter.unsharded_numel:
             part = f"{parameter.numel} of the {parameter.unsharded_numel} elements of {parameter.name}"
             combinations.WHOLE_PARAMETERS.refuse("params", part, rule=state.rule.name)
-        if not cut or used + parameter.numel > limit:  # the first one; or it does not fit behind the others
-            cut.append([])
+        if not segments or used + parameter.numel > limit:  # the first one; or it does not fit behind the others
+            segments.append([])
             used = 0
-        cut[-1].append(Segment(index, 0, used, parameter.numel))
+        segments[-1].append(Segment(index, 0, used, parameter.numel))
         used = round_up(used + parameter.numel, align)
-    return cut
+    return segments
 
 
 def check_layout(layout: Layout) -> None:
@@ -700,25 +783,27 @@ def check_layout(layout: Layout) -> None:
     Raises:
         InternalError: If one does not hold.
     """
-    covered = [0] * len(layout.parameters)  # elements of each, by the segments so far
+    covered = [0] * len(layout.parameters)  # elements of each parameter that the segments so far have
     for index, subgroup in enumerate(layout.subgroups):
         invariant(subgroup.index == index, f"subgroup {index} is numbered {subgroup.index}")
         state = subgroup.state
+        # With several tiles, all but the last one are whole sectors of every tensor; one tile alone may be padded.
         unit = state.tile_unit if subgroup.tile_numel < subgroup.numel else state.sector_numel
         invariant(subgroup.numel % state.sector_numel == 0, f"subgroup {index} is not whole sectors")
         invariant(subgroup.tile_numel % unit == 0, f"tiles of subgroup {index} are not whole sectors")
-        end = 0
+        end = 0  # of the segment before, in elements of the subgroup
         for segment in subgroup.segments:
             parameter = layout.parameters[segment.parameter]
             invariant(parameter.group == subgroup.group, f"{parameter.name} is in a subgroup of another group")
             invariant(parameter.dtype == subgroup.dtype, f"{parameter.name} is in a subgroup of another dtype")
-            before = _missing_in_block(parameter, state)
-            # A parameter's first segment begins amid a block if its piece does; where the block begins, counts.
-            block_offset = segment.offset if segment.start else segment.offset - before
+            missing = _missing_in_block(parameter, state)
+            # A parameter's first segment begins within a block if its piece does. Then the start of the block is what
+            # has to be aligned, and behind the segment before.
+            block_offset = segment.offset if segment.start else segment.offset - missing
             invariant(block_offset >= end, f"segments overlap in subgroup {index}")
             is_aligned = block_offset % SEGMENT_ALIGN_NUMEL == 0
             invariant(is_aligned, f"unaligned segment in subgroup {index}")
-            is_cut_aligned = not segment.start or (before + segment.start) % SEGMENT_ALIGN_NUMEL == 0
+            is_cut_aligned = not segment.start or (missing + segment.start) % SEGMENT_ALIGN_NUMEL == 0
             invariant(is_cut_aligned, f"unaligned cut of {parameter.name}")
             invariant(segment.start == covered[segment.parameter], f"{parameter.name} is not covered in order")
             covered[segment.parameter] += segment.numel

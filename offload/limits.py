@@ -1,4 +1,4 @@
-"""`Limits`: what a session is made with and nobody sets."""
+"""`Limits`: sizes and times of a session that are no settings; only tests change them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from offload import waits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Sizes and times from which on a session does another thing; the same for all sessions but those of tests.
+    """Sizes and times beyond which a session acts differently; the same for all sessions but those of tests.
 
     Attributes:
-        bucket_bytes: Of a bucket of gradients that leaves a GPU: the link takes a millisecond or two for it.
-        bucket_count: Gradients of a bucket that leaves.
-        in_transit_bytes: Of gradients that are held until they are read; beyond that, backward waits on the GPU.
-        large_copy_bytes: State that is handed out at once lies in a file if it is larger.
-        settle_s: How long what has been given up may take to end in good order.
-        close_s: How long `close` waits for other ranks' parts of a checkpoint, and for the mirror; who needs more
-            waits before it.
-        unwind_s: How long `close` waits for devices with an exception on its way, which nobody sees before.
+        bucket_bytes: A bucket of gradients leaves a GPU at the latest when it has that many bytes, which take the
+            link a millisecond or two.
+        bucket_count: Or when it has that many gradients, if that comes first.
+        in_transit_bytes: Most bytes of gradients, and likewise of saved tensors, that the caller has dropped and
+            lanes of a GPU still read. With more, the oldest are waited for: of gradients by the stream of backward
+            alone, or for FSDP2 by the thread; of saved tensors by the thread of forward.
+        large_copy_bytes: A copy of state that is handed out as a whole lies in a file if it has more bytes, and a
+            disk has room for them.
+        settle_s: How long threads and operations that are given up may take to end in good order.
+        close_s: How long `close` waits for other ranks' parts of a checkpoint, and for the mirror. A caller that
+            needs more waits for them before `close`.
+        unwind_s: How long `close` waits for its thread and for devices while an exception is on its way: nobody sees
+            that one before `close` has ended.
     """
 
     bucket_bytes: int = 64 << 20

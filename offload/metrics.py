@@ -1,6 +1,7 @@
-"""What `metrics()` of an engine and of an optimizer says: each figure is declared here once, and named by that.
+"""The figures that `metrics()` of an engine and of an optimizer returns: each name is declared here once.
 
-Whatever computes or reads one uses its name from here; docs/metrics.md is written from this table.
+Code that computes or reads a figure uses the constant for its name; docs/metrics.md is written from `TABLE`. A name
+with angle brackets, as "lane/<lane>/bytes", stands for a figure of each lane, path or memory node.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ EARLY, HIDDEN = "steps hidden in backward", "hidden steps"
 PARKED, LEFT = "after `park`", "`gradient_memory`"
 SAVED = "`activations_on_paths`"
 MAPPED = "weights in a file"
+"""Values of `Metric.since`, as docs/metrics.md shows them."""
 
 
 class Metric(NamedTuple):
     """What is declared of a figure.
 
     Attributes:
-        unit: "B", "s", or "" for what has none.
-        since: Where it is there; "" where that is always.
-        meaning: What it is of.
+        unit: "B", "s", or "" for a number without a unit.
+        since: The setting or situation in which `metrics()` has the figure; "" for always.
+        meaning: What the figure counts or measures, in the words of docs/metrics.md.
     """
 
     unit: str
@@ -31,7 +33,7 @@ class Metric(NamedTuple):
 
 
 TABLE: dict[str, Metric] = {}
-"""By their names; what stands in angle brackets there is a lane, or the number of a path or a memory node."""
+"""All metrics, by name. In a name, angle brackets stand for a lane, or for the number of a path or a memory node."""
 
 
 def _metric(name: str, unit: str, since: str, meaning: str) -> str:
@@ -41,16 +43,17 @@ def _metric(name: str, unit: str, since: str, meaning: str) -> str:
 
 
 def of(name: str, which: object) -> str:
-    """Return the name of the figure of one lane, path or memory node: `name` with that in place of "<...>"."""
+    """Return a metric's name for one lane, path or memory node: "lane/<lane>/bytes", "cpu" -> "lane/cpu/bytes"."""
     return re.sub("<.*>", str(which), name)
 
 
 def which(name: str, figure: str) -> str | None:
-    """Return the lane, path or memory node that a figure is of.
+    """Return the lane, path or memory node of a figure, the reverse of `of`.
 
-    None if `figure` is not of the metric `name`, or that metric is not of a lane, path or node.
+    "lane/<lane>/bytes", "lane/cpu/bytes" -> "cpu". None if `figure` does not belong to the metric `name`, or `name`
+    has no angle brackets.
     """
-    pattern = re.sub("<.*>", "([^/]+)", name)  # without brackets in `name`, there is no group
+    pattern = re.sub("<.*>", "([^/]+)", name)  # a name without angle brackets becomes a pattern without a group
     match = re.fullmatch(pattern, figure)
     return match[1] if match and match.re.groups else None
 

@@ -30,10 +30,10 @@ SLICE_S = 0.5
 """How long a native wait may delay a Ctrl-C."""
 
 PART_S = 0.125
-"""A watched wait is made of parts of at most that length."""
+"""Longest part of a `Silence.wait`, which waits in parts so that it notices when the process was stopped."""
 
 STOPPED_S = 1.0
-"""If a part ends later by more than that, this process was probably stopped: a busy machine is late by less."""
+"""A part that ends this much too late shows that the process was probably stopped: a busy machine is late by less."""
 
 log = logging.getLogger("offload")
 
@@ -73,12 +73,15 @@ class Silence:
         return max(self._due_s - self.now_s, 0.0)
 
     def wait(self, arrived: Callable[[float], T], most_s: float) -> T:
-        """Call `arrived` with short times to wait until it returns something true, or `most_s` are over.
+        """Call `arrived` again and again until it returns something true, or `most_s` are over.
 
-        It has to keep to these times: a call that takes longer counts as a time in which this process was stopped.
+        Args:
+            arrived: Waits at most for the seconds that it is given, never more than `PART_S`. If a call takes much
+                longer (`STOPPED_S`), that counts as a time in which this process was stopped.
+            most_s: Seconds on the clock of `now_s`, so without times in which the process was stopped.
 
         Returns:
-            What it has returned last.
+            What `arrived` has returned last.
         """
         until_s = self.now_s + most_s
         while True:
@@ -87,16 +90,20 @@ class Silence:
             result = arrived(pause_s)
             late_s = time.monotonic() - began_s - pause_s
             if late_s > STOPPED_S:
-                self._stopped_s += late_s
+                self._stopped_s += late_s  # which sets back `now_s`, so `until_s` is later by the same time
             if result or self.now_s >= until_s:
                 return result
 
     def warn_if_due(self, what: Callable[[], str]) -> None:
-        """If a warning is due, log what is waited for, unless `what` returns "": then somebody else logs it."""
+        """If a warning is due, log what is waited for.
+
+        Args:
+            what: Names the thing that is waited for; returns "" if somebody else logs it.
+        """
         if self.left_s:
             return
         lasts_s = self.lasts_s
-        self._due_s += max(lasts_s, QUIET_S)  # the next one after twice the silence
+        self._due_s += max(lasts_s, QUIET_S)  # the next warning comes when the silence has lasted twice as long
         awaited = what()
         if awaited:
             log.warning("nothing has happened for %.0f s; waiting for %s", lasts_s, awaited)
@@ -139,13 +146,15 @@ def completions(
         queue: The queue.
         what: Names what is waited for, for the log.
         timeout_s: How long to wait; None for as long as it takes.
-        into: The list to fill and return, so that after an interrupt the caller has what had arrived.
+        into: The list to fill and return, so that after an interrupt the caller has what had arrived. If it has
+            completions already, the call waits for a moment (`PART_S`) at most.
     """
     collected = [] if into is None else into
 
     def arrived(pause_s: float) -> bool:
         """Wait for completions, and add them to the list, for `wait_for`."""
-        # Within one call of native code: a Ctrl-C between the wait and the use of its result would lose completions.
+        # `extend` calls `queue.wait` by `map`, all within native code. A Ctrl-C is raised between instructions of
+        # Python only: between a plain call of `wait` and the use of its result, completions would be lost.
         collected.extend(itertools.chain.from_iterable(map(queue.wait, (pause_s,))))
         return bool(collected)
 
@@ -157,6 +166,9 @@ class Latch:
     """Like a `threading.Event` that is set once; but a wait may be interrupted at any line without harm.
 
     In `threading.Event`, which is Python code, an interrupt may leave a lock locked, or lead to a RuntimeError.
+
+    A flag says whether the latch is set. A lock, which is locked until then, only wakes the waiters: each acquires
+    it, and releases it for the next one.
     """
 
     def __init__(self) -> None:
@@ -178,7 +190,8 @@ class Latch:
         until_s = math.inf if pause_s is None else time.monotonic() + pause_s
         while not self._is_set:
             left_s = until_s - time.monotonic()
-            # In slices: another waiter may have been interrupted while it had the lock, which then stays locked.
+            # In slices, after which the flag is looked at: another waiter may have been interrupted between acquiring
+            # and releasing the lock, which then stays locked.
             if self._unset.acquire(timeout=max(min(left_s, SLICE_S), 0.0)):
                 self._unset.release()
             if left_s <= 0:
@@ -189,9 +202,9 @@ class Latch:
 class BackgroundWork:
     """Work that is done once, on a thread of its own; callers wait for it, and may give the wait up.
 
-    For work that may hang, and for work that no Ctrl-C may interrupt: Python raises that on the main thread. This
-    thread is a daemon, so an interpreter that exits does not wait for it. Until then it holds all that the work
-    needs: memory that a device may still write to stays mapped, descriptors stay open.
+    For work that may hang, and for work that no Ctrl-C may interrupt: Python raises that on the main thread. The
+    work's thread is a daemon, so an interpreter that exits does not wait for it. Until the work ends, the thread
+    keeps all that it needs: memory that a device may still write to stays mapped, descriptors stay open.
 
     Args:
         work: The work.
@@ -201,7 +214,8 @@ class BackgroundWork:
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self._work = work
         self._name = name
-        self._begun = threading.Lock()  # locked for good by whoever begins the work, or forestalls it
+        # Locked, and never released, by whoever is first to begin the work or to forestall it.
+        self._begun = threading.Lock()
         self._ended = Latch()
         self.error: BaseException | None = None
         """The exception that the work has raised."""
@@ -217,13 +231,16 @@ class BackgroundWork:
         return self._ended.is_set()
 
     def start(self) -> None:
-        """Start; idempotent, also after an interrupt at any point of another call."""
+        """Start the work on its thread; idempotent, also after an interrupt at any point of another call.
+
+        Two calls may start a thread each: the second thread finds that the work has begun, and ends.
+        """
         if self.started:
             return
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
         except (RuntimeError, MemoryError, OSError):  # no more threads or memory, or the interpreter is exiting
-            self._run()
+            self._run()  # on the caller's thread: rather so than not at all
 
     def forestall(self) -> bool:
         """Keep the work from ever beginning; return False if it is too late, as the work has begun."""
@@ -242,10 +259,10 @@ class BackgroundWork:
         return has_ended
 
     def _run(self) -> None:
-        """Do the work, on its thread, unless that was forestalled or has begun before; then drop it."""
+        """Do the work on the current thread, unless it was forestalled or has begun before."""
         if not self._begun.acquire(blocking=False):
             return
-        work, self._work = self._work, _do_nothing
+        work, self._work = self._work, _do_nothing  # so what the work refers to is freed when it has ended
         try:
             work()
         except BaseException as error:
@@ -287,7 +304,7 @@ def side_by_side(
     except BaseException:
         give_up()
         for work in all_work:
-            if not work.forestall():
+            if not work.forestall():  # it has begun, so wait for its end: it may use memory of the caller
                 work.wait()
         raise
     for work in all_work:

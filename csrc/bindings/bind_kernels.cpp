@@ -36,6 +36,7 @@ const KernelSet& kernels_named(const std::string& name) {
   throw std::invalid_argument("this CPU does not have instruction set \"" + name + "\"");
 }
 
+// Return a copy of the segment table at an address; throw what is wrong with it.
 std::vector<Segment> copy_table(std::uintptr_t address, std::size_t rows) {
   const Segment* table = reinterpret_cast<const Segment*>(address);
   const std::string problem = check_table(table, rows);
@@ -65,6 +66,7 @@ struct SharedSeal {
   std::shared_ptr<const Seal> seal;
 };
 
+// Return where a run is stored, after checking form and addresses. Forms above kFloat32 have a second address.
 Stored stored_at(std::int32_t form, std::uintptr_t first, std::uintptr_t beside, std::uint64_t stride,
                  std::uint64_t first_index, std::uint64_t numel) {
   if (form_facts(form).item_bytes == 0) throw std::invalid_argument("unknown form " + std::to_string(form));

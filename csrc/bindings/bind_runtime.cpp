@@ -33,6 +33,8 @@ void bind_runtime(nb::module_& module) {
             {
               nb::gil_scoped_release release;
               queue.push(Completion{op});
+              // At least once a second, look whether all lanes are silent. Only then signal handlers run; what one
+              // raises is kept, as the answer has to arrive before this call may end.
               while (reply.wait(std::min(quiet_s, 1.0)).empty()) {
                 if (queue.silence_s() < quiet_s) continue;
                 if (!raised) {

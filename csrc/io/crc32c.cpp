@@ -55,7 +55,8 @@ OFFLOAD_SSE42 inline std::uint64_t clmul(std::uint64_t a, std::uint32_t b) {
   return static_cast<std::uint64_t>(_mm_cvtsi128_si64(product));
 }
 
-// Consume groups of three runs of kRun bytes; returns the raw state.
+// Consume three runs of kRun bytes at a time, while there are as many; bytes and nbytes are then what is left.
+// Takes and returns the raw state: a checksum before its last inversion.
 template <std::size_t kRun>
 OFFLOAD_SSE42 inline std::uint64_t three_streams(std::uint64_t state, const std::uint8_t*& bytes, std::size_t& nbytes) {
   static_assert(kRun % 8 == 0 && kRun > 0);
@@ -104,6 +105,7 @@ namespace {
 // a time, so the multiplier's latency is hidden and the rate is that of memory.
 #define OFFLOAD_VPCLMUL __attribute__((target("sse4.2,pclmul,avx512f,vpclmulqdq")))
 
+// x^exponent modulo P, shifted by one for the reflection.
 constexpr std::uint64_t shifted(std::uint64_t exponent) {
   return std::uint64_t{crc32c_detail::power_of_x(exponent)} << 1;
 }
@@ -114,6 +116,7 @@ constexpr std::uint64_t kFirst = shifted(kBits + 32);
 template <std::uint64_t kBits>
 constexpr std::uint64_t kLast = shifted(kBits - 32);
 
+// Move four blocks by kBits and add (exclusive or) the data that lies there.
 template <std::uint64_t kBits>
 OFFLOAD_VPCLMUL inline __m512i folded(__m512i block, __m512i data) {
   const __m512i factors = _mm512_set4_epi64(kLast<kBits>, kFirst<kBits>, kLast<kBits>, kFirst<kBits>);
@@ -122,6 +125,7 @@ OFFLOAD_VPCLMUL inline __m512i folded(__m512i block, __m512i data) {
   return _mm512_ternarylogic_epi64(first, last, data, 0x96);
 }
 
+// The same for one block, by 128 bits.
 OFFLOAD_VPCLMUL inline __m128i folded(__m128i block, __m128i data) {
   const __m128i factors = _mm_set_epi64x(kLast<128>, kFirst<128>);
   const __m128i first = _mm_clmulepi64_si128(block, factors, 0x00);

@@ -68,15 +68,17 @@ struct SlotHeader {
 static_assert(sizeof(SlotHeader) == kSectorBytes && offsetof(SlotHeader, step) == 48 &&
               offsetof(SlotHeader, zero) == 72 && offsetof(SlotHeader, header_crc) == 4092);
 
-// What a transfer says of its payload. Read: the checksum that the header has to promise, if it is known, and whether the
-// payload is compared with it; else the caller does that, or nobody. Write: its checksum, if it is known, and whether the
-// header gets one.
+// What a transfer says of its payload's checksum.
 struct PayloadTerms {
+  // The checksum, if the caller knows it. Read: the header has to promise this one. Write: it need not be computed.
   std::optional<std::uint32_t> crc;
+  // Read: whether the payload is compared with the header's checksum; else the caller does that, or nobody. Write:
+  // whether the header gets a checksum.
   bool verify = true;
 };
 
-// The checksum of a payload that passes piece by piece, in order; bytes are looked at only where nobody knows it.
+// The checksum of a payload that passes piece by piece, in order. Bytes are looked at only if it has to be computed
+// (`takes`): to compare it, or to write it where the caller does not know it.
 class PayloadSum {
  public:
   // For the header of a payload that is written.
@@ -98,11 +100,12 @@ class PayloadSum {
   std::uint32_t value_ = 0;
 };
 
-// Fill header; has_checksum says whether payload_crc was computed.
+// Fill header; has_checksum says whether payload_crc is the payload's checksum, else it is not stored.
 void make_header(const SlotIdentity& identity, bool has_checksum, std::uint32_t payload_crc, SlotHeader* header);
 
-// 0; kErrorHeader where the header is damaged, of another format, or belongs to another tile, step or store;
-// kErrorChecksum where it promises another payload.
+// Judge a header that was read. Return 0 if it is the expected one; kErrorHeader where it is damaged, of another
+// format, or of another tile, step, store or length; kErrorChecksum where it promises another checksum than
+// `terms.crc`.
 std::int32_t admit(const SlotHeader& header, const SlotIdentity& expected, const PayloadTerms& terms);
 
 }  // namespace offload

@@ -42,8 +42,8 @@ HeaderBuffer make_header_buffer() {
   return HeaderBuffer(static_cast<SlotHeader*>(memory));
 }
 
-// What is still to be moved between at most two pieces of memory, one after the other, and one
-// range of a file.
+// What is still to be moved between one range of a file and at most two pieces of memory, one after the other: the
+// header and a piece of the payload, or such a piece alone.
 class Span {
  public:
   Span(void* first, std::size_t first_bytes, void* second, std::size_t second_bytes, std::uint64_t offset)
@@ -64,8 +64,8 @@ class Span {
     return count;
   }
 
-  // Take note that moved bytes have been moved. Returns 0, or an error where that was too little
-  // to go on.
+  // Note that a system call has moved so many bytes. Returns 0, or an error where that was too little to go on:
+  // nothing, or with O_DIRECT less than a sector, as a read at the end of the file.
   std::int32_t advance(std::size_t moved, IoKind kind, bool direct) {
     // O_DIRECT goes on at sector boundaries only. What is left of a sector is either the end of a
     // file that was cut, or will be moved again.
@@ -118,7 +118,8 @@ std::uint64_t slot_end(const IoRequest& request) {
   return request.offset + sizeof(SlotHeader) + request.identity.nbytes;
 }
 
-// What one system call may do: fail at once with error, or move limit_bytes at most.
+// What one system call is to do, because of a fault that a test has injected: fail at once with error, or move
+// limit_bytes at most. Without a fault, nothing is planned: no error, and no limit.
 struct PlannedCall {
   int error = 0;
   std::size_t limit_bytes = std::numeric_limits<std::size_t>::max();
@@ -135,7 +136,7 @@ PlannedCall planned_call(FaultList& faults, IoKind kind, bool direct) {
   return planned;
 }
 
-// One direction: its requests, and which of them is on each thread.
+// One direction: its requests, and which of them is on each thread. Syncs are among the writes.
 struct Lane {
   struct Item {
     std::uint64_t sequence;
@@ -150,7 +151,7 @@ struct Lane {
   std::vector<std::uint64_t> active;  // by thread: sequence of its item, or kIdle
   std::uint64_t next_sequence = 0;
   bool closing = false;
-  std::vector<HeaderBuffer> headers;
+  std::vector<HeaderBuffer> headers;  // one for each thread
   std::vector<std::thread> threads;
 };
 
@@ -203,6 +204,8 @@ struct IoThreads::State {
     return {};
   }
 
+  // Read a slot piece by piece. The first piece brings the header, which is judged before the payload is looked at:
+  // it says whether there is a checksum to compare.
   Outcome read(const IoRequest& request, SlotHeader* header) {
     const Pieces pieces(request, piece_bytes);
     std::optional<PayloadSum> sum;
@@ -220,9 +223,9 @@ struct IoThreads::State {
     return {0, sum->value()};
   }
 
-  // The first piece goes last, in one request with the header, which by then knows the
-  // payload: a slot has its header only when all other pieces are there, and no request is
-  // spent on the header alone.
+  // Write a slot. The first piece goes last, in one system call with the header, which has the payload's checksum. So
+  // a slot has its header only when all other pieces are there, and no call is spent on the header alone. The
+  // checksum still passes the pieces in their order.
   Outcome write(const IoRequest& request, SlotHeader* header) {
     int error = planned_call(faults, IoKind::kAllocate, false).error;
     if (error == 0) error = request.file->reserve(slot_end(request));
@@ -245,6 +248,7 @@ struct IoThreads::State {
     return {request.file->sync(planned_call(faults, IoKind::kSync, false).error), 0};
   }
 
+  // What a lane's thread number `index` does: take requests and do them, until the lane is closing and none is left.
   void run(Lane& lane, std::size_t index) {
     SlotHeader* header = lane.headers[index].get();
     std::unique_lock<std::mutex> lock(lane.mutex);
@@ -255,6 +259,7 @@ struct IoThreads::State {
       lane.waiting.pop_front();
       lane.active[index] = item.sequence;
       if (item.request.kind == IoKind::kSync) {
+        // Until no thread has an older request. All of these have been taken, as requests are taken in order.
         lane.finished.wait(lock,
                            [&] { return *std::min_element(lane.active.begin(), lane.active.end()) >= item.sequence; });
       }
@@ -273,8 +278,8 @@ struct IoThreads::State {
       completion.error = outcome.error;
       completion.detail = outcome.detail;
       completion.finished_s = monotonic_seconds();
-      item.request.file.reset();
-      // Before a sync may start: its completion comes after those of the writes it covers.
+      item.request.file.reset();  // whoever sees the completion finds the file released by this request
+      // Before the thread is marked idle, for which a sync waits: so a sync completes after the writes it covers.
       queue.push(completion);
       lock.lock();
       lane.active[index] = Lane::kIdle;
@@ -308,7 +313,8 @@ struct IoThreads::State {
     lane.threads.clear();
   }
 
-  // As many threads as there may be requests in flight: the others end when they have nothing to do.
+  // Replace the threads by others, as many in each lane as there may be requests in flight. Nothing may be in flight
+  // meanwhile (`set_depth`).
   void resize(std::size_t depth) {
     for (Lane* lane : {&reads, &writes}) {
       {

@@ -55,7 +55,8 @@ class FaultList {
     any_.store(true, std::memory_order_relaxed);
   }
 
-  // Count one call of this kind; true and *fired where a fault is due.
+  // Count one call of this kind, for all faults of the kind. Return whether any is due by it; all that are due are
+  // removed, and the last one added of these is written to *fired.
   bool due(IoKind kind, Fault* fired) {
     if (!any_.load(std::memory_order_relaxed)) return false;
     std::lock_guard<std::mutex> lock(mutex_);

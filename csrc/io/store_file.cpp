@@ -41,6 +41,8 @@ int StoreFile::reserve(std::uint64_t end, bool exact) {
     if (!exact) target = std::max(end, allocated_bytes_ + extent_bytes_);
     if (max_bytes_ != 0) target = std::min(target, max_bytes_);
   }
+  // `mutex_` is free meanwhile, so that nobody who asks for sizes waits for the file system. allocated_bytes_ may be
+  // read without it: it changes only here, under growth_mutex_.
   int error = allocate(fd_, allocated_bytes_, target - allocated_bytes_);
   // Without room for a whole extent take just what is needed now; EFBIG likewise, where a limit
   // on file sizes lies inside the extent.
@@ -65,7 +67,7 @@ int StoreFile::sync(int injected_error) {
   while (error == 0 && fdatasync(fd_) != 0) {
     if (errno != EINTR) error = errno;
   }
-  int none = 0;
+  int none = 0;  // the first failure is the one that stays
   if (error != 0) sync_error_.compare_exchange_strong(none, error);
   return sync_error_.load();
 }
@@ -78,6 +80,7 @@ std::uint64_t StoreFile::free_bytes() const {
     file_system = room.f_blocks == 0 ? kUnknownRoom : std::uint64_t{room.f_bavail} * room.f_frsize;
   }
   std::lock_guard<std::mutex> lock(mutex_);
+  // What this file has allocated and not used is not free to the file system, but there is room for slots in it.
   file_system += allocated_bytes_ > used_bytes_ ? allocated_bytes_ - used_bytes_ : 0;
   const std::uint64_t allowed = max_bytes_ != 0 ? max_bytes_ - used_bytes_ : std::numeric_limits<std::uint64_t>::max();
   return std::min(file_system, allowed);

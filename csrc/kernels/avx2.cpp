@@ -148,7 +148,9 @@ struct Simd {
   static I upper_words(I a) { return _mm256_srai_epi32(a, 16); }
   static I keep_where(I a, I b) { return _mm256_andnot_si256(_mm256_cmpeq_epi8(b, _mm256_setzero_si256()), a); }
   static I round_words(I upper, I lower) {
-    // Words without signs, compared with 0x8000, the half.
+    // Round up where the rest is above 0x8000, the tie. The rest is the upper 8 bits of `lower`, and the lowest bit
+    // of `upper` as its own lowest: so a tie is above 0x8000 only if `upper` is odd. With the highest bits flipped,
+    // signed words compare as words without signs do.
     const I odd = _mm256_and_si256(upper, _mm256_set1_epi16(1));
     const I rest = or_and(odd, lower, _mm256_set1_epi32(static_cast<int>(0xff00ff00u)));
     const I flipped = _mm256_xor_si256(rest, _mm256_set1_epi16(static_cast<short>(0x8000)));

@@ -11,8 +11,9 @@ namespace {
 
 using Byte = unsigned char;
 
-// Where elements of 16 and of 32 bits come from: pairs of bytes to the lanes of a group and back, two vectors' elements
-// with even and with odd numbers and back.
+// Tables of permutations: for each element of the result, where it comes from. kToLanes and kFromLanes: pairs of
+// bytes, from the order in memory to the lanes of a group of coded elements, and back. kEven and kOdd: the elements
+// with even and with odd numbers of two vectors; kFirst and kSecond: back to two vectors in order.
 alignas(64) constexpr std::uint16_t kToLanes[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 alignas(64) constexpr std::uint16_t kFromLanes[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
 alignas(64) constexpr std::uint32_t kEven[16] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
@@ -142,6 +143,8 @@ struct Simd {
   static I upper_words(I a) { return _mm512_srai_epi32(a, 16); }
   static I keep_where(I a, I b) { return _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(b, b), a); }
   static I round_words(I upper, I lower) {
+    // Round up where the rest is above 0x8000, the tie. The rest is the upper 8 bits of `lower`, and the lowest bit
+    // of `upper` as its own lowest: so a tie is above 0x8000 only if `upper` is odd.
     const I rest = or_and(_mm512_and_si512(upper, constant<0x00010001u>()), lower, constant<0xff00ff00u>());
     const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, constant<0x80008000u>());
     return _mm512_mask_add_epi16(upper, up, upper, constant<0x00010001u>());

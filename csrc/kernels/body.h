@@ -58,7 +58,8 @@ inline std::uint16_t to_bfloat16_adding(float value, std::uint32_t random) {
   return static_cast<std::uint16_t>((magnitude < 0x7f7f0000u ? bits + random : bits) >> 16);
 }
 
-// Round to nearest even; below 2^-14 to subnormals, from 65520 on to infinity.
+// Round to nearest even; below 2^-14 to subnormals, from 65520 on to infinity. An fp16 has 10 bits of mantissa and an
+// exponent with bias 15, an fp32 has 23 and 127: so 13 bits are cut off, and 112 is taken from the exponent.
 inline std::uint16_t to_float16(float value) {
   const std::uint32_t bits = float_to_bits(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
@@ -70,6 +71,7 @@ inline std::uint16_t to_float16(float value) {
     return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
   }
   if (magnitude <= 0x33000000u) return static_cast<std::uint16_t>(sign);  // 2^-25 is a tie: to even, zero
+  // A subnormal counts units of 2^-24: the mantissa, its leading 1 written out, is shifted to that unit and rounded.
   const std::uint32_t shift = 126u - (magnitude >> 23);
   const std::uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
   std::uint32_t half = mantissa >> shift;
@@ -79,6 +81,7 @@ inline std::uint16_t to_float16(float value) {
   return static_cast<std::uint16_t>(sign | half);
 }
 
+// Widen an fp16, exactly; a NaN becomes a quiet one. See `to_float16` for 112 and 13.
 inline float from_float16(std::uint16_t half) {
   const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
   const std::uint32_t exponent = (half >> 10) & 31u;
@@ -190,7 +193,8 @@ inline Byte* pointer(std::uint64_t address) { return reinterpret_cast<Byte*>(sta
 
 enum class Decay { kNone, kL2, kDecoupled };
 
-// A rule's scalars in registers.
+// Return a rule's scalars in registers, each in all lanes. A rule's `Scalars` is nothing but members of type F in the
+// order of the segment's scalars, so an array of F has the same bytes.
 template <class V, class Rule>
 inline typename Rule::template Scalars<V> in_registers(const Segment& segment) {
   using Scalars = typename Rule::template Scalars<V>;
@@ -212,7 +216,8 @@ inline std::uint64_t mix64(std::uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// 0 to 15 times the step of an element's counter, for lanes.
+// An element's counter is what its random bits are mixed from; it grows by kCounterStep from element to element.
+// kCounterSteps: what the lanes of a vector add to the counter of its first element, 0 to 15 times the step.
 constexpr std::uint32_t kCounterStep = 0x9e3779b9u;
 alignas(64) constexpr std::uint32_t kCounterSteps[16] = {
     0,
@@ -233,7 +238,9 @@ alignas(64) constexpr std::uint32_t kCounterSteps[16] = {
     15 * kCounterStep,
 };
 
-// The random bits of elements; offload/kernels/reference/rounding.py defines them.
+// The random bits of a segment's elements; offload/kernels/reference/rounding.py defines them. Made for a range of
+// elements whose indices in the unsharded parameter agree in their upper 32 bits, so that one key is right for all of
+// them (`update_rounding` cuts ranges so); `begin` is the first one.
 template <class V>
 struct RandomBits {
   using I = typename V::I;
@@ -262,13 +269,14 @@ struct RandomBits {
     return V::mul_ints(x, V::set1_int(0x846ca68bu));
   }
 
+  // Return the 32 random bits of each counter's element.
   I of(I counters) const {
     const I x = mixed(counters);
     return V::xor_ints(x, V::template shift_ints<16>(x));
   }
 
-  std::uint32_t offset;
-  I inner;
+  std::uint32_t offset;  // counter of the segment's element 0: its index times kCounterStep + the key's lower half
+  I inner;               // the upper half of the key, which comes in between the mixer's multiplications
 };
 
 // What a segment says, in registers. Flags stay run-time values: their branches are the same all the way
@@ -392,13 +400,16 @@ inline void for_each_vector(Constants<V, Rule, Format> c, std::uint64_t begin, s
 
 constexpr std::uint64_t kPageNumel = 1024;  // fp32 elements of a 4 KiB page
 
-// A page of each tensor in the first-level cache, a little apart so that none waits for stores to another.
+// A buffer for a page of a tensor in fp32. It is longer than a page, so that buffers side by side do not begin at the
+// same place in a page: else loads from one would wait for stores to another.
 struct Page {
   alignas(64) Byte bytes[4 * kPageNumel + 256];
 };
 
-// The update of at most a page, one tensor after the other; what comes between stays in the first-level cache. A few
-// instructions more for the same numbers.
+// The update of at most a page, one tensor after the other, where tensors side by side would push each other out of
+// the cache (`must_be_apart`). Gradients, with the L2 term, and state are read into buffers, which stay in the
+// first-level cache. There the rule's change takes the gradient's place. Then state, master and weight are written.
+// A few instructions more for the same numbers.
 template <int gradient_dtype, int weight_dtype, class V, class Rule, class Format>
 void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   const Constants<V, Rule, Format> c(segment, begin);
@@ -428,8 +439,9 @@ void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end
 // and the processor's own prefetcher stops at pages. Past the end of a tensor it does nothing.
 inline void prefetch(const Byte* address, std::size_t ahead) { __builtin_prefetch(address + ahead); }
 
-// The update side by side: every tensor is at the same element at the same time. Where state is verified block by
-// block, the next block's is needed when this one has been updated: its fp32 state is that far ahead.
+// The update side by side: every tensor is at the same element at the same time. Where state is sealed block by block
+// (kInBlocks), and maybe verified, the next block's master and state are read as soon as this one is done. So they
+// are asked for a block ahead: 4 * kBlockNumel bytes, a block of fp32. Gradients are not verified.
 template <int gradient_dtype, int weight_dtype, class V, class Rule, class Format>
 void update_together(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   const Constants<V, Rule, Format> c(segment, begin);
@@ -459,9 +471,11 @@ inline bool compete(const Byte* a, const Byte* b) {
          (((d >> 3) ^ (d >> 8)) & 31) == 0;
 }
 
+// Whether two of the tensors that an update reads at element `i` compete for lines of the cache.
 template <int gradient_dtype, class V, class Rule, class Format>
 inline bool must_be_apart(const Constants<V, Rule, Format>& c, std::uint64_t i) {
-  // Tensors with elements of 16 bits pass through the sets at another pace than those of 32, but all at one.
+  // Only tensors whose elements are as long as those of state are compared. Others pass through the sets of the cache
+  // at another pace, so they meet those for a moment only.
   const Byte* streams[Rule::kStates + 2];
   int count = 0;
   for (int k = 0; k < Rule::kStates; ++k) streams[count++] = c.state[k] + Format::kStateBytes * i;
@@ -474,13 +488,17 @@ inline bool must_be_apart(const Constants<V, Rule, Format>& c, std::uint64_t i) 
   return false;
 }
 
-// Elements to go one by one until `address` (fp32) is on a cache line; at most 15.
+// Elements to go one by one until `address` (fp32) is at the begin of a cache line: at most 15. None in a range that
+// is too short to gain by it.
 inline std::uint64_t head_numel(const Byte* address, std::uint64_t numel) {
   const std::uint64_t past = (reinterpret_cast<std::uintptr_t>(address) & 63u) / 4;
   const std::uint64_t head = past == 0 ? 0 : 16 - past;
   return numel >= 64 ? head : 0;
 }
 
+// Update a range of an active segment, in a format without scales: one by one up to the first whole cache line of the
+// master, then vectors, then what is left one by one. Vectors go page by page of the master, as from one page to the
+// next it may change whether tensors compete.
 template <class Rule, class Format, int gradient_dtype, int weight_dtype>
 void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   constexpr std::uint64_t width = Simd::kWidth;
@@ -528,17 +546,19 @@ inline FormFacts facts_of_form(std::int32_t code) {
 // that memory is passed over once.
 constexpr std::uint64_t kTakenNumel = 1024;
 
+// Take a vector of fp32 masters from weights, as `take_masters` does.
 template <int weight_dtype, class V>
 inline void take_vector(const Byte* old, Byte* taken, const Byte* weight, bool matches) {
   typename V::F p = V::template widen<weight_dtype>(weight);
-  if (matches) {  // where both are NaN it is NaN either way
+  if (matches) {  // bits are compared; where old master and weight are NaN, the result is NaN either way
     const typename V::F kept = V::load(old);
     p = V::where_equal(V::template narrow<weight_dtype>(kept), V::load_half(weight), kept, p);
   }
   V::store(taken, p);
 }
 
-// Take masters, in fp32, from their weights: all, or those that are not what `old` rounds to; the others are `old`.
+// Write to `taken` the fp32 masters that are taken from `weight`: all weights, widened. With `matches`, the `old`
+// master stays wherever it rounds to its weight.
 template <int weight_dtype>
 void take_masters(const Byte* old, Byte* taken, const Byte* weight, std::uint64_t numel, bool matches) {
   std::uint64_t i = 0;
@@ -564,6 +584,11 @@ void take_master(const Segment& s, std::uint64_t begin, std::uint64_t numel) {
   }
 }
 
+// The functions down to `update` choose what to run; read them from the last one up. `update` chooses by rule and
+// format; `update_taking` takes masters first, where a flag says so; `update_rounding` cuts ranges for random bits;
+// `update_with` deals with segments that are not active, and chooses, with the two before it, by dtypes and by
+// whether the format has scales.
+
 template <class Rule, class Format, int gradient_dtype, int weight_dtype>
 void update_as_stored(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   if constexpr (Format::kBlockNumel > 1) {
@@ -585,6 +610,7 @@ void update_for_gradient(const Segment& segment, std::uint64_t begin, std::uint6
   }
 }
 
+// Update a range if the segment is active, else zero its state if a flag says so.
 template <class Rule, class Format>
 void update_with(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   if (segment.flags & kActive) {
@@ -603,7 +629,8 @@ void update_with(const Segment& segment, std::uint64_t begin, std::uint64_t end)
   if constexpr (Format::kBlockNumel > 1) Format::template zero_scales<Rule>(segment, begin, end);
 }
 
-// A range in pieces, one for each value of the upper half of an element's index in the unsharded parameter.
+// Update a range in pieces, one for each value of the upper half of an element's index in the unsharded parameter:
+// within a piece `RandomBits` has one key. Formats that do not round need no pieces.
 template <class Rule, class Format>
 void update_rounding(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   if constexpr (!Format::kRounds) return update_with<Rule, Format>(segment, begin, end);
@@ -615,14 +642,17 @@ void update_rounding(const Segment& segment, std::uint64_t begin, std::uint64_t 
   }
 }
 
-// Where a cut of a segment is made so that every block is updated as a whole: where the block of that element begins.
+// Return where to cut a segment instead of at element `i`, so that no block of elements that share scales is cut: at
+// the begin of the block of `i`, or at 0 if that block begins before the segment. Both ends of a range are moved
+// alike, so each block is updated once, and as a whole. The end of the segment stays.
 template <class Format>
 inline std::uint64_t block_begin(const Segment& segment, std::uint64_t i) {
   const std::uint64_t past = (segment.first_index + i) % Format::kBlockNumel;
   return i == segment.numel ? i : i < past ? 0 : i - past;
 }
 
-// Update a range piece by piece, whose masters are first taken from the weight.
+// Update a range piece by piece: take the masters of a piece from the weight, to where the new masters go, and update
+// them there.
 template <class Rule, class Format>
 void update_taking(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   Segment taken = segment;
@@ -637,6 +667,7 @@ void update_taking(const Segment& segment, std::uint64_t begin, std::uint64_t en
   }
 }
 
+// KernelSet::update. (The zeros are there because `with_rule` and `with_format` need results; nobody looks at them.)
 void update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   with_rule(segment.rule, 0, [&](auto rule) {
     return with_format(segment.state_format, 0, [&](auto format) {
@@ -653,7 +684,7 @@ void update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   });
 }
 
-// The value at position `i` (a vector of them) when a block has been folded down to `n` positions.
+// Return a vector of values, from position `i` on, of a block whose squares have been folded down to `n` positions.
 // Folding adds the upper half to the lower one, so every addition is vertical.
 template <class V, int dtype, std::size_t n>
 inline typename V::D folded(const Byte* block, std::size_t i) {
@@ -664,7 +695,8 @@ inline typename V::D folded(const Byte* block, std::size_t i) {
   }
 }
 
-// Four folds in registers, the rest in a buffer that stays in the first-level cache.
+// The sum of squares of a whole block. Four folds are done in registers, the rest in a buffer that stays in the
+// first-level cache.
 template <int dtype>
 double block_sum(const Byte* block) {
   constexpr std::size_t kBuffered = kNormBlockNumel / 16;
@@ -725,7 +757,7 @@ inline typename V::U fingerprint_terms(typename V::U words, typename V::U a, typ
                       V::swap_halves(product_of_halves<V>(V::xor_words(words, b))));
 }
 
-// start + k * step for k in [0, V::kWords).
+// Return start + k * step for k in [0, V::kWords).
 template <class V>
 inline typename V::U first_keys(std::uint64_t start, std::uint64_t step) {
   std::uint64_t keys[V::kWords];
@@ -759,6 +791,8 @@ std::uint64_t fingerprint(const void* source, std::uint64_t nbytes, std::uint64_
   return total;
 }
 
+// KernelSet::gradient_blocks, of one dtype. Block by block, so that fingerprint and sum find in the cache what has
+// been copied. The fingerprint is that of the copy where it is widened, and so has other bits than the source.
 template <int source_dtype>
 std::uint64_t blocks_of(const Byte* source, std::uint64_t numel, double* blocks, Byte* destination,
                         std::int32_t destination_dtype, std::uint64_t first) {
@@ -853,6 +887,8 @@ inline void stream_weight(Byte* weight, const Byte* gradient) {
   }
 }
 
+// KernelSet::stream. `ahead`: whether to prefetch. Side by side, a step moves the same elements of all tensors: as
+// many as fill a whole vector of the tensor with the smallest elements.
 template <bool state_nontemporal, bool weight_nontemporal>
 void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor, bool ahead) {
   constexpr std::uint64_t pair = 2 * Simd::kWidth, vector = 4 * Simd::kWidth;

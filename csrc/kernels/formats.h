@@ -1,16 +1,20 @@
 // The formats of state; offload/formats/ says what is stored in each. Included by body.h, in its unnamed namespace, after
 // all that does not depend on one. Each is a struct in formats/, which has
-//   kStateBytes     bytes of an element of state beside the master
-//   kMasterBytes    of one at `master` where that is not the weight; 2: the lower plane lies at `master_low`
+//   kStateBytes     bytes of an element of a state tensor beside the master
+//   kMasterBytes    bytes of a master's element at `master` where the weight has 16 bits. If they are 2, that is the
+//                   upper plane, and the lower one lies at `master_low`
 //   kBlockNumel     elements that share scales, counted from the start of the unsharded parameter; 1: none do
 //   kRounds         whether updates need random bits
-//   Rounding<V>     made of a segment and the first element of a range whose indices in the unsharded parameter agree in
-//                   their upper 32 bits; draw(i, random)
-//   load<V>, store<V>   a vector of state as fp32, where kBlockNumel is 1
-//   update<Rule, gradient_dtype, weight_dtype>, zero_scales<Rule>   of a range, elsewhere
+//   Rounding<V>     the random bits of a range of elements whose indices in the unsharded parameter agree in their
+//                   upper 32 bits; made of the segment and the first element. draw(i, random) writes those of a
+//                   vector from element i on, for each state tensor (not needed with scales)
+// Where kBlockNumel is 1:
+//   load<V>, store<V>   load or store a vector of state as fp32
+// Elsewhere:
+//   update<Rule, gradient_dtype, weight_dtype>, zero_scales<Rule>   update a range, or zero the scales of its blocks
 //
-// A form is how one tensor is stored that is no element type of segment.h: a struct that has kFacts, and decode and encode
-// (see KernelSet).
+// A form is how one state tensor is stored. Those that are no element types of segment.h are structs with kFacts,
+// decode and encode (see KernelSet).
 
 #include "formats/compact16.h"
 #include "formats/compact8.h"

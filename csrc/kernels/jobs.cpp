@@ -19,6 +19,7 @@ constexpr std::uint64_t kRowCost = 64;
 
 std::size_t size_of_dtype(std::int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
+// Return what is wrong with a segment, or an empty string. If there is nothing to do to it, only flags are checked.
 std::string check_segment(const Segment& s) {
   if (s.flags & ~static_cast<std::uint32_t>(kAllFlags)) return "unknown flags " + std::to_string(s.flags);
   const bool active = s.flags & kActive;
@@ -85,7 +86,8 @@ std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units) {
     while (taken < units[i]) {
       if (cost == 0) piece = Piece{index, index, taken, taken};
       cost += kRowCost;
-      // Whole norm blocks only, so that the next piece starts as well aligned as this row does.
+      // A row is cut at multiples of 4096 only, so that the next piece starts as well aligned as this row does. Where
+      // kRowCost has filled the piece, it takes 4096 all the same, so that every round takes something.
       const std::uint64_t room = cost < kPieceNumel ? (kPieceNumel - cost + 4095) / 4096 * 4096 : 4096;
       const std::uint64_t now = std::min(units[i] - taken, room);
       taken += now;
@@ -104,15 +106,18 @@ std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units) {
 
 namespace {
 
-// Elements of what is read once: both copies stay in the first-level cache.
+// Elements that `update_reading` copies at a time: both copies stay in the first-level cache.
 constexpr std::uint64_t kReadNumel = 1024;
 
+// Add to a sum that pieces on other threads add to as well.
 void add_to(std::uint64_t address, std::uint64_t part) {
   auto* sum = reinterpret_cast<std::uint64_t*>(address);
   __atomic_fetch_add(sum, part, __ATOMIC_RELAXED);  // the job's end is what others wait for
 }
 
-// Update a range from copies of what others may write to meanwhile: what is updated from is what has the fingerprint.
+// Update a range of a segment, and add to the sums at its `read` the fingerprints of what the update has read. Others
+// may write to the gradient and to an fp32 weight meanwhile. So a few elements at a time are copied, and the update
+// reads the copies: the fingerprint is that of the very same bytes.
 void update_reading(const KernelSet& kernels, const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   alignas(64) thread_local char gradients[4 * kReadNumel];
   alignas(64) thread_local char masters[4 * kReadNumel];
@@ -120,7 +125,10 @@ void update_reading(const KernelSet& kernels, const Segment& segment, std::uint6
   const bool reads_weight = segment.weight == 0 && segment.new_master != 0;
   std::uint64_t of_gradient = 0, of_weight = 0;
   for (std::uint64_t from = begin; from < end;) {
-    const std::uint64_t to = std::min(end, (from / kReadNumel + 1) * kReadNumel);  // as whole blocks as the range is
+    // Up to the next multiple of kReadNumel, so that no block of elements that share scales is cut here: the segment
+    // begins with one (`check_segment`).
+    const std::uint64_t to = std::min(end, (from / kReadNumel + 1) * kReadNumel);
+    // The same segment, but element `from` of the gradient, and of the master, is the first of the copy.
     Segment copied = segment;
     std::memcpy(gradients, reinterpret_cast<const char*>(segment.gradient) + from * item, (to - from) * item);
     of_gradient += kernels.fingerprint(gradients, (to - from) * item, from * item);

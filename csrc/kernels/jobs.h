@@ -27,7 +27,7 @@ constexpr std::uint64_t kPieceNumel = 64 * 1024;
 // codes and impossible combinations; whether memory is there, it cannot see.
 std::string check_table(const Segment* table, std::size_t rows);
 
-// A run of work over a table: from unit `begin` of row `first` to unit `end` of row `last`.
+// A run of work over a table: from unit `begin` of row `first` to unit `end` of row `last`. Rows between are whole.
 struct Piece {
   std::uint32_t first, last;
   std::uint64_t begin, end;
@@ -39,7 +39,8 @@ std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units);
 // Whether an update does anything to a segment.
 inline bool is_touched(const Segment& segment) { return segment.flags & (kActive | kTakesMaster | kZeroState); }
 
-// Non-temporal stores are not ordered by the release that ends a piece; this makes them so.
+// Order this thread's non-temporal stores before the release that ends a piece, which by itself does not wait for
+// them: else whoever sees the job ended might read old values.
 void drain_nontemporal_stores();
 
 // Return the kernel that updates a range of a segment, and adds to the fingerprints that the segment's `read` asks for.
@@ -57,6 +58,7 @@ class TableJob : public Job {
   void finished(double, double) noexcept override {}
 
  private:
+  // A table and its pieces, made first: the constructor of `Job` takes the number of pieces.
   struct Cut {
     explicit Cut(std::vector<Segment> table);
     std::vector<Segment> segments;
@@ -69,7 +71,7 @@ class TableJob : public Job {
   const Kernel kernel_;
 };
 
-// The same, reporting to a queue, which must outlive the job.
+// A TableJob that reports its end to a queue, which must outlive the job.
 class ReportingTableJob final : public TableJob {
  public:
   ReportingTableJob(std::vector<Segment> segments, Kernel kernel, CompletionQueue& queue, std::uint64_t op)
@@ -129,7 +131,7 @@ class FingerprintsJob final : public Job {
 
   FingerprintsJob(std::vector<Range> ranges, const KernelSet& kernels);
 
-  // Once the job has ended: that of a gradient.
+  // Once the job has ended: the fingerprint of a gradient.
   std::uint64_t fingerprint(std::size_t range) const { return found_[range].load(std::memory_order_relaxed); }
 
  protected:

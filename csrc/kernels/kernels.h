@@ -26,17 +26,18 @@ enum : std::uint32_t {
 
 constexpr std::size_t kStreamAhead = 512;
 
-// What there is to know of how a segment's state is stored (formats.h); all 0 where that is not known.
+// How a segment's state is stored: kStateBytes, kMasterBytes and kBlockNumel of its format (formats.h). All are 0 if
+// there is no such format.
 struct FormatFacts {
   std::size_t state_bytes, master_bytes;
   std::uint64_t block_numel;
 };
 FormatFacts format_facts(const Segment& segment);
 
-// The same of a form, how a state tensor is stored: an element type of segment.h, or one of formats.h, which has more
-// `beside` the first address.
+// How one state tensor is stored in a form: an element type of segment.h, or a form of formats.h, which has a second
+// address, `beside` the first. item_bytes is 0 if there is no such form.
 struct FormFacts {
-  std::uint32_t item_bytes;   // there, of an element
+  std::uint32_t item_bytes;   // of an element at the first address
   std::uint64_t block_numel;  // elements that share what lies beside
 };
 FormFacts form_facts(std::int32_t form);
@@ -75,7 +76,8 @@ struct KernelSet {
   // Write what is stored to `values`, rounded to a dtype.
   void (*decode)(const Stored& stored, void* values, std::int32_t dtype);
 
-  // Store fp32 values, rounded to nearest, in planes to odd. Codes are zeros where those at `roots`, unless it is null, are.
+  // Store fp32 values, rounded to nearest, or to odd in planes. `roots` is null, or the codes of the roots that these
+  // values are divided by: where such a code is 0, so is the code that is stored. Other forms do not look at them.
   void (*encode)(const Stored& stored, const void* values, const unsigned char* roots);
 
   // Touch the bytes that an update of [begin, end) touches (negated state, gradient copied to the

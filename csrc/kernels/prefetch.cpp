@@ -9,8 +9,9 @@
 namespace offload {
 namespace {
 
-// `python bench/kernel.py --tune` measures a row. The first that matches counts. Other Ryzens and EPYCs have what one of
-// Zen 4 (family 25) was measured to want, and other processors what an Intel Xeon with AMX was.
+// Distances for some families of processors; the first row that matches counts. `python bench/kernel.py --tune`
+// measures a row. Two processors have been measured: one of Zen 4 (family 25), whose row all Ryzens and EPYCs have,
+// and an Intel Xeon with AMX, whose row all others have.
 struct Row {
   const char* vendor;  // nullptr: any
   std::uint32_t least_family, most_family;
@@ -29,7 +30,7 @@ std::uint64_t of_this_processor() {
   return packed(prefetch_of(processor.vendor, processor.family));
 }
 
-// Both distances in one word, so that nobody sees one of another setting.
+// Both distances in one word, so that nobody reads two of different settings.
 std::atomic<std::uint64_t> current{of_this_processor()};
 
 }  // namespace
@@ -39,10 +40,12 @@ Processor this_processor() {
 #if defined(OFFLOAD_X86_KERNELS)
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) return found;
+  // CPUID gives the vendor's twelve letters in this order of registers.
   std::memcpy(found.vendor, &ebx, 4);
   std::memcpy(found.vendor + 4, &edx, 4);
   std::memcpy(found.vendor + 8, &ecx, 4);
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return found;
+  // A family above 15 is given as 15 and, in other bits, the rest.
   const unsigned base = eax >> 8 & 15u;
   found.family = base == 15 ? base + (eax >> 20 & 255u) : base;
 #endif

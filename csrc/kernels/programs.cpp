@@ -8,6 +8,7 @@
 namespace offload {
 namespace {
 
+// What a segment's programs are compiled for: variant_of, dtypes of gradient and weight, whether all is aligned.
 using Key = std::tuple<std::uint64_t, std::int32_t, std::int32_t, bool>;
 
 // A segment that has something to do.
@@ -19,11 +20,14 @@ struct Touched {
 
 std::uint64_t item_bytes(std::int32_t dtype) { return dtype == kBfloat16 || dtype == kFloat16 ? 2 : 4; }
 
-// Whether an address, `before` elements earlier, is a multiple of four of them; 0 is none.
+// Whether the address `before` elements before this one is a multiple of four elements of `item` bytes. Where there
+// is no tensor, the address is 0, which counts as aligned.
 bool aligned(std::uint64_t address, std::uint64_t before, std::uint64_t item) {
   return address == 0 || (address - before * item) % (4 * item) == 0;
 }
 
+// Whether all tensors of a segment but its scales are aligned where its first program begins: `before` elements
+// before the segment.
 bool all_aligned(const Segment& s, const FormatFacts& facts, std::int32_t gradient, std::int32_t weight,
                  std::uint64_t before) {
   const std::uint64_t master_item = s.weight != 0 ? facts.master_bytes : 4;
@@ -36,6 +40,7 @@ bool all_aligned(const Segment& s, const FormatFacts& facts, std::int32_t gradie
   return all;
 }
 
+// Write a program for each block of a row; return where the next row's begin.
 Program* write(Program* programs, std::uint32_t row, std::uint64_t blocks) {
   for (std::uint64_t block = 0; block < blocks; ++block)
     *programs++ = {static_cast<std::int32_t>(row), static_cast<std::int32_t>(block)};

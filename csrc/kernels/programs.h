@@ -33,14 +33,17 @@ struct UpdatePrograms {
   std::vector<Launch> launches;
 };
 
-// Return the programs of an update, `block_numel` elements each, or fewer at a segment's ends. The first one of a
-// segment begins where the elements that share scales with the segment's first one do. Segments that have nothing to
-// do have none. At most `room` programs are written.
+// Write the programs of an update to `programs`, which has room for `room` of them, and return its launches; too
+// little room is a problem. The programs are in the order of the launches.
+//
+// A program updates `block_numel` elements, or fewer at a segment's ends. The first one of a segment begins where the
+// elements begin that share scales with the segment's first element. Segments that do not change have no programs.
 UpdatePrograms update_programs(const Segment* table, std::size_t rows, std::uint64_t block_numel, Program* programs,
                                std::size_t room);
 
-// Write the programs of `rows` sizes, which are `stride` numbers apart: one for each started block. Return how many
-// there are, or would be if there were room.
+// Write the programs of rows with these sizes, of which the first lies at `sizes` and each other one `stride` numbers
+// after the one before: a program for each started block. Return how many there are. If there is no room for all,
+// none is written.
 std::uint64_t row_programs(const std::uint64_t* sizes, std::size_t rows, std::size_t stride, std::uint64_t block,
                            Program* programs, std::size_t room);
 

@@ -2,7 +2,8 @@
 //   kStates                          how many state tensors it keeps beside the master
 //   is_root(k)                       whether the k-th is never negative, and its square root is what a format may store
 //   Scalars<V>                       its scalars in registers: members of type V::F, in the order of a segment's
-//   change<V>(scalars, g, state)     updates the state of one vector in place; returns what the master moves by
+//   change<V>(scalars, g, state)     updates a vector of each state tensor in place, from the scaled gradient and its
+//                                    L2 term, if any; returns what is to be subtracted from the master
 //
 // All of it is in an unnamed namespace, for the reason that body.h gives.
 #pragma once

@@ -36,10 +36,15 @@ struct SealedTensor {
 };
 
 // Checksums of tensors of equal length, by blocks and by tiles.
+//
+// A tensor is cut into blocks of kBlockNumel elements, and into tiles, which are whole blocks. A run is the blocks of
+// one piece of work in one tile: a thread works on them one after the other. What is kept for a block is the checksum
+// of its run up to the end of this block. So that of a run's last block is the run's, and `complete` joins runs to
+// tiles.
 class Seal {
  public:
-  // Tensors of `numel` elements, which tiles of `tile_numel` (the last may be shorter) and blocks cut; tiles are whole
-  // blocks, and those whole items. Padding belongs to the last block.
+  // Tensors of `numel` elements, in tiles of `tile_numel` elements, of which the last may be shorter. A block is
+  // whole items. Padding belongs to the last block.
   Seal(std::uint64_t numel, std::uint64_t tile_numel, std::vector<SealedSize> sizes);
 
   std::uint64_t blocks() const { return blocks_; }
@@ -50,15 +55,17 @@ class Seal {
   std::uint64_t tile_of(std::uint64_t block) const { return begin_of(block) / tile_numel_; }
   bool cut_like(const Seal& other) const;
 
-  // Take the checksum of a block, after those of the blocks before it in its piece and tile.
+  // Make the checksum of a block, after those of the blocks before it in its run.
   void make(std::size_t tensor, std::uint64_t block, const char* address) noexcept {
     crcs_[tensor * blocks_ + block] = taken(tensor, block, address);
   }
+  // Whether a block in memory has the checksum that was made for it. The blocks before it in its run are not read:
+  // the checksum goes on from the one that was made for them.
   bool matches(std::size_t tensor, std::uint64_t block, const char* address) const noexcept {
     return crcs_[tensor * blocks_ + block] == taken(tensor, block, address);
   }
 
-  // Join checksums to those of tiles, once all have been made.
+  // Join the checksums of runs to those of tiles, once all have been made.
   void complete() noexcept;
   std::uint32_t checksum(std::size_t tensor, std::uint64_t tile) const { return tiles_[tensor * tiles() + tile]; }
 
@@ -66,21 +73,21 @@ class Seal {
   bool begins_run(std::uint64_t block) const {
     return begin_of(block) % kPieceNumel == 0 || begin_of(block) % tile_numel_ == 0;
   }
-  // Where a block begins in a tensor, and where it ends.
+  // Where a block begins in a tensor, and where it ends, the last one with the padding.
   std::uint64_t first_byte(std::size_t tensor, std::uint64_t block) const {
     return begin_of(block) / sizes_[tensor].item_numel * sizes_[tensor].item_bytes;
   }
   std::uint64_t end_byte(std::size_t tensor, std::uint64_t block) const {
     return block + 1 == blocks_ ? sizes_[tensor].nbytes : first_byte(tensor, block + 1);
   }
-  // Checksum of a run of blocks up to this one.
+  // Checksum of a run up to the end of this block: that of the block before, continued with this one's bytes.
   std::uint32_t taken(std::size_t tensor, std::uint64_t block, const char* address) const noexcept;
 
   const std::uint64_t numel_;
   const std::uint64_t tile_numel_;
   const std::uint64_t blocks_;
   const std::vector<SealedSize> sizes_;
-  std::vector<std::uint32_t> crcs_;   // by tensor, then block
+  std::vector<std::uint32_t> crcs_;   // by tensor, then block: of its run up to its end
   std::vector<std::uint32_t> tiles_;  // by tensor, then tile
 };
 
@@ -109,13 +116,14 @@ class SealedTableJob final : public Job {
   void finished(double started_s, double finished_s) noexcept override;
 
  private:
+  // Whether all tensors' parts of a block are as expected; else note in `damaged_` which is not.
   bool verify(std::uint64_t block) noexcept;
 
   std::vector<Segment> segments_;
   const SealedState state_;
   const TableJob::Kernel kernel_;
   std::shared_ptr<Seal> seal_;
-  std::atomic<std::int64_t> damaged_{-1};
+  std::atomic<std::int64_t> damaged_{-1};  // tensor << 32 | tile; -1 while all is as expected
   CompletionQueue& queue_;
   const std::uint64_t op_;
 };

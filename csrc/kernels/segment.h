@@ -24,10 +24,11 @@ enum : std::uint32_t {
   kTakesMaster = kLoadMaster | kMatchMaster,
 };
 
-// Beside those, from native code only: the range is one of the blocks that follow each other (seal.h).
+// One more flag, which only native code sets: the segment is updated block by block, as its state is sealed (seal.h).
 constexpr std::uint32_t kInBlocks = std::uint32_t{1} << 31;
 
-// Elements of a block: its state stays in the first-level cache, and a checksum, 4 bytes a tensor, is small beside it.
+// Elements of a block with a checksum: its state stays in the first-level cache, and a checksum, 4 bytes a tensor, is
+// small beside it.
 constexpr std::uint64_t kBlockNumel = 1024;
 
 constexpr int kMaxStates = 2;
@@ -49,7 +50,9 @@ struct Segment {
   std::uint64_t numel;
   std::uint64_t first_index;   // of the first element in the unsharded parameter; used, as the key, by formats that round
   std::uint64_t rounding_key;  // of this update of the parameter
-  std::uint64_t read;  // 0, or of two sums: fingerprints of gradient and fp32 weight as they are read join them
+  // 0, or the address of two sums. To them are added the fingerprints of the gradient and of an fp32 weight that has
+  // a `new_master`, in this order: of the very bytes that the update of an active segment reads.
+  std::uint64_t read;
   std::int32_t gradient_dtype;
   std::int32_t weight_dtype;
   std::uint32_t flags;

@@ -1,7 +1,7 @@
 // State as fp32, from what it is stored in and back, rounded to nearest: for everybody who looks at it between updates.
 // offload/kernels/reference/ defines the numbers. Included by body.h, in its unnamed namespace.
 
-// Return the elements of a run from the `begin`-th on, which is the first of its block unless it is the run's.
+// Return `numel` elements of a run, from number `begin` on: 0, or the first element of a block.
 inline Stored part_of(const Stored& s, std::uint64_t begin, std::uint64_t numel) {
   Stored part = s;
   const FormFacts facts = facts_of_form(s.form);
@@ -12,6 +12,7 @@ inline Stored part_of(const Stored& s, std::uint64_t begin, std::uint64_t numel)
   return part;
 }
 
+// Round fp32 values to a 16-bit dtype, to nearest even.
 template <int dtype>
 void round_elements(const Byte* values, std::uint64_t numel, Byte* out) {
   std::uint64_t i = 0;
@@ -48,6 +49,7 @@ void decode_to_float(const Stored& s, Byte* values) {
   }
 }
 
+// KernelSet::decode. To a 16-bit dtype, it goes by way of fp32 in pieces that stay in the first-level cache.
 void decode(const Stored& s, void* values, std::int32_t dtype) {
   Byte* out = static_cast<Byte*>(values);
   if (dtype == kFloat32) return decode_to_float(s, out);

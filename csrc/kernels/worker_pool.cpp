@@ -35,6 +35,8 @@ struct WorkerPool::State {
     }
   }
 
+  // A worker's life. A job stays at the front, where other workers find it, until somebody has taken its last piece;
+  // the first worker that comes back from it removes it. Once closed, workers finish the jobs that are there.
   void work() noexcept {
     const DefaultFloatEnvironment environment;
     std::unique_lock<std::mutex> lock(mutex);
@@ -96,7 +98,8 @@ void WorkerPool::submit(std::shared_ptr<Job> job) {
 
 namespace {
 
-// Stands in a pool's queue for a job on somebody's stack, and wakes them when it has ended.
+// Stands in a pool's queue for a job on somebody's stack, and wakes them when it has ended. `run` runs a piece of
+// that job: `Job` lets only the pool do it, so the pool hands a function in.
 class Waiting final : public Job {
  public:
   using Run = void (*)(Job&, std::size_t);
@@ -130,7 +133,7 @@ class Waiting final : public Job {
 
 void WorkerPool::run(Job& job) {
   if (job.pieces() <= 1) {
-    lock_open();
+    lock_open();  // only to check that the pool is open; the lock is released at once
     const DefaultFloatEnvironment environment;
     const double started_s = monotonic_seconds();
     if (job.pieces() == 1) job.run_piece(0);

@@ -20,6 +20,7 @@
 
 namespace offload {
 
+// Work in numbered pieces. Only a pool calls what is protected.
 class Job {
  public:
   explicit Job(std::size_t pieces) : pieces_(pieces) {}
@@ -31,14 +32,15 @@ class Job {
 
  protected:
   virtual void run_piece(std::size_t piece) noexcept = 0;
-  // All pieces have run, and what they wrote is visible to this thread. CLOCK_MONOTONIC seconds.
+  // Called once all pieces have run; what they wrote is visible to this thread. CLOCK_MONOTONIC seconds: when the
+  // first piece was taken, and when the last one ended.
   virtual void finished(double started_s, double finished_s) noexcept = 0;
 
  private:
   friend class WorkerPool;
   const std::size_t pieces_;
-  std::atomic<std::size_t> next_{0};
-  std::atomic<std::size_t> done_{0};
+  std::atomic<std::size_t> next_{0};  // the next piece to take
+  std::atomic<std::size_t> done_{0};  // pieces that have ended
   double started_s_ = 0.0;  // written by whoever takes piece 0
 };
 

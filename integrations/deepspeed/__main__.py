@@ -33,7 +33,7 @@ OUR_FILES = (__file__, runpy.run_module.__code__.co_filename)
 
 
 def _hide_our_frames() -> None:
-    """Make tracebacks begin where the program does."""
+    """Have the traceback of an uncaught error begin in the program, not in this launcher."""
     show = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -65,10 +65,11 @@ def _run_script(path: str) -> None:
     except OSError as error:
         print(f"{NAME}: can't open file {module.__file__!r}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
-    if not sys.flags.safe_path:
+    if not sys.flags.safe_path:  # with `python -P` no directory is put on the path
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     sys.modules["__main__"] = module
     _hide_our_frames()
+    # `dont_inherit`: else this file's imports from `__future__` would hold for the script, too.
     exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)
 
 
@@ -77,12 +78,14 @@ def _run_module(name: str) -> None:
     try:
         exists = find_spec(name) is not None
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):  # its package exists, and imports one that does not
+        # `find_spec` imports the module's package. If that is there, and imports a module that is missing, this error
+        # is raised. Else the package itself is missing.
+        if not f"{name}.".startswith(f"{error.name}."):
             raise
         exists = False
     if not exists:
         print(f"{NAME}: No module named {name}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(1)  # Python's status for that; 2 is its status for a script that is not there
     _hide_our_frames()
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
@@ -91,16 +94,17 @@ def main(arguments: Sequence[str]) -> None:
     """Run a script or a module with the backend on.
 
     Args:
-        arguments: Its name and its own arguments, as on the command line.
+        arguments: What follows the launcher's name on the command line: options, the program's name, its arguments.
 
     Raises:
         SystemExit: It cannot be found (one line says so), or it exits.
     """
     remaining = list(arguments)
     rank_options = []
-    while remaining and remaining[0].startswith(("--local_rank=", "--local-rank=")):  # launchers put theirs first
+    # Launchers put their option first. The program gets it as the first of its own arguments, as it would without us.
+    while remaining and remaining[0].startswith(("--local_rank=", "--local-rank=")):
         rank_options.append(remaining.pop(0))
-    file = os.environ.get(settings.VARIABLE) or None
+    file = os.environ.get(settings.VARIABLE) or None  # empty counts as not set
     if remaining[:1] == ["--config"] and len(remaining) > 1:
         file = remaining[1]
         del remaining[:2]

@@ -1,8 +1,9 @@
 """DeepSpeed's checkpoints written in the background: `save_checkpoint` returns when versions are pinned.
 
-A rank's save pins the tile versions that lie on paths, and writes the others there before their next change, as any
-save of an `Engine` does. A thread then copies them from there into DeepSpeed's file, under a name that nothing loads,
-and renames the file when it is durable. Rank 0 writes the tag's name to `latest` when the files of all ranks exist.
+A *tag* is the name of one save, and of its folder. A rank's save pins the tile versions that lie on paths, and writes
+the others there before their next change, as any save of an `Engine` does. A thread then copies them from there into
+DeepSpeed's file, under a *partial* name that nothing loads, and renames the file when it is durable. When the files
+of all ranks exist, rank 0 writes the tag's name to the file `latest`.
 
 With the layout "in_place" nothing is copied: the engines' checkpoint is in the tag's folder (`in_place.py`). `latest`
 names the tag once that is committed, and before another tag is released for it.
@@ -42,10 +43,11 @@ from offload.optim.folders import mirror_folder
 log = logging.getLogger("offload")
 
 PARTIAL = ".offload-partial"
-"""Subfolder of a tag's folder for files that are not whole; under their final names, which torch writes into them."""
+"""Subfolder of a tag's folder for files that are not whole. There they have their final names: torch writes a file's
+name into it."""
 
 ASIDE = ".aside"
-"""Suffix of the old files of a tag that is saved again."""
+"""Suffix, in that subfolder, of the old files of a tag that is saved again."""
 
 LEAST_PRIORITY = 19
 """Nice value of the thread that copies: training's threads are scheduled first."""
@@ -97,7 +99,9 @@ WAIT_ORDER = (
     (Stage.ENDED, 0),
     (Stage.ENDED, EVERY_RANK),
 )
-"""What `SavesBehind.wait` waits for, in this order: stages of one rank or all; none needs a later one of any rank."""
+"""What `SavesBehind.wait` waits for, in this order: that one rank, or all, have come to a stage.
+
+To come to a stage, no rank needs another to have come to a later one of these: so this order cannot deadlock."""
 
 
 @dataclass
@@ -146,31 +150,33 @@ class PendingTag:
 
 
 def partial_of(file: str) -> str:
-    """Return the path of a file until it is whole."""
+    """Return the path that a file has until it is whole, given its final path."""
     return os.path.join(os.path.dirname(file), PARTIAL, os.path.basename(file))
 
 
 def discard_partials(folder: str) -> None:
-    """Delete what killed saves, maybe of more ranks, have left in a tag's folder that is not whole yet."""
+    """Delete the partial files that killed saves, maybe of more ranks than now, have left in a tag's folder."""
     shutil.rmtree(os.path.join(folder, PARTIAL), ignore_errors=True)
 
 
 def set_aside(file: str, *, is_kept: bool) -> None:
-    """Rename a file that a new save replaces, so that nothing loads it, and delete it.
+    """Rename a file that a new save replaces, so that nothing loads it.
 
-    Unless it `is_kept`: the thread of a save in the background deletes it then.
+    Then it is deleted, unless `is_kept`: the thread of a save in the background deletes it later.
     """
     if os.path.isfile(file):
         stream.in_its_folder(partial_of(file), lambda: os.rename(file, f"{partial_of(file)}{ASIDE}"))
-        if not is_kept:  # before the new one needs the room
+        if not is_kept:  # at once, as the new file may need the room
             discard_partial(file)
 
 
 def name_latest(folder: str, tag: str) -> None:
-    """Have `latest` in the folder of all tags name one, whatever moment this process is killed at.
+    """Write a tag's name to `latest`, in the folder of all tags.
+
+    A kill at any moment leaves either the old name or the new one: the file is replaced as a whole.
 
     Raises:
-        CheckpointError: It cannot be written; it names the tag that it did.
+        CheckpointError: `latest` cannot be written, so that it has the old name; or not made durable.
     """
     latest = os.path.join(folder, "latest")
     partial_latest = f"{latest}.partial"
@@ -191,7 +197,7 @@ def name_latest(folder: str, tag: str) -> None:
 
 
 def discard_partial(file: str) -> None:
-    """Delete a file that is not whole, and the old one that it was to replace; then their folder, if it is empty."""
+    """Delete the partial file of a final path, and the old file that was set aside; then their folder, if empty."""
     with contextlib.suppress(OSError):
         _unlink_if_there(partial_of(file))
         _unlink_if_there(f"{partial_of(file)}{ASIDE}")
@@ -208,7 +214,7 @@ class SavesBehind:
     """One rank's checkpoints that are written while training goes on; one at a time.
 
     Args:
-        shard: Whose state they hold.
+        shard: The rank's shard, whose state they have.
         rank: This rank.
         on_all_ranks: Does this rank's work, and raises on all ranks if it raises on one; see `ranks.on_all_ranks`.
     """
@@ -224,6 +230,9 @@ class SavesBehind:
     def begin(self, pending: PendingTag) -> None:
         """Pin the state, and start filling the file with it in the background; its other bytes are written already.
 
+        With the layout "in_place" (`pending.frame`) the state is saved where it lies instead. If the file has its
+        state already (`pending.starts` is None), nothing is pinned, and the rest is done in the background.
+
         Raises:
             CheckpointError: State cannot be pinned.
         """
@@ -236,6 +245,7 @@ class SavesBehind:
             elif pending.starts is None:
                 threading.Thread(target=self._write_unpinned, args=(pending,), daemon=True).start()
             else:
+                # The first of rank-0, rank-0-1, ... that no other save of this process uses.
                 names = (f"rank-{self._rank}{f'-{number}' if number else ''}" for number in itertools.count())
                 folders = (os.path.join(pending.folder, PINNED, name) for name in names)
                 pinned = next(folder for folder in folders if folder not in _pinned_folders)
@@ -243,7 +253,7 @@ class SavesBehind:
                 os.makedirs(pinned, exist_ok=True)
                 request = SaveRequest(
                     pinned,
-                    mirrored=False,
+                    mirrored=False,  # it is released as soon as it has been copied
                     on_commit=partial(self._write_on_commit, pending, pinned),
                     on_done=partial(self._end_save, pending, pinned),
                     id=pending.id,
@@ -260,7 +270,7 @@ class SavesBehind:
         folder = os.path.join(os.path.dirname(pending.file), in_place.FOLDER)
         return SaveRequest(
             folder,
-            mirrored=False,  # a mirror has the engines' part alone
+            mirrored=False,  # it would be this folder alone; `_end_save` has the whole tag mirrored
             extra=partial(self._write_stub, pending, frame.encode()),
             on_commit=partial(self._write_on_commit, pending, folder),
             on_done=partial(self._end_save, pending, ""),
@@ -279,10 +289,11 @@ class SavesBehind:
         pending = self.pending
 
         def wait_for_stage(stage: Stage, rank: int) -> None:
-            """Wait until `rank` has reached a stage, if this is it; raise its error."""
+            """Wait until `rank` has come to a stage, if that is this rank, or `EVERY_RANK`; raise the tag's error."""
             if pending is None or rank not in (EVERY_RANK, self._rank):
                 return
-            pending.all_are_durable = stage is Stage.ENDED  # the waits before have seen that
+            # ENDED is waited for only after all ranks have come to DURABLE.
+            pending.all_are_durable = stage is Stage.ENDED
             awaited = "to become the latest" if pending.all_are_durable else "to be written"
             _wait(pending, lambda: pending.stage >= stage, awaited)
             if pending.error is not None:
@@ -290,7 +301,8 @@ class SavesBehind:
                 raise CheckpointError(f"{pending.tag} {failure}: {pending.error}") from pending.error
 
         try:
-            for stage, rank in WAIT_ORDER:  # one by one: a rank may wait for what another has failed to do
+            # One by one: after each all ranks learn whether one has failed, for which others would wait in vain.
+            for stage, rank in WAIT_ORDER:
                 self._on_all_ranks(partial(wait_for_stage, stage, rank))
         except BaseException:
             self.cancel()
@@ -298,16 +310,20 @@ class SavesBehind:
         self.pending = None
 
     def cancel(self) -> None:
-        """Give the tag under way up, so that it does not become whole or the latest; wait until its thread ends."""
+        """Give up the tag under way, if any: it does not become whole, nor the latest. Wait until its thread ends."""
         pending = self.pending
         if pending is not None:
             pending.is_given_up = True
             _wait(pending, lambda: pending.stage is Stage.ENDED, "to be given up")
-            # Not before: after an interrupted wait its thread could write to the next save's files.
+            # Not before: if a Ctrl-C ends the wait, the next save has to find the tag, and wait for its thread, which
+            # could write to that save's files.
             self.pending = None
 
     def close(self) -> None:
-        """Wait until the tag under way is whole, without collectives; a Ctrl-C gives the tag up."""
+        """Wait until the tag under way is whole, without collectives, as other ranks may have ended.
+
+        Other ranks are waited for at most `LAST_S`. A Ctrl-C gives the tag up.
+        """
         pending = self.pending
         if pending is None or os.getpid() != self._pid:  # a forked copy has no such thread
             return
@@ -323,17 +339,19 @@ class SavesBehind:
             if pending.stage is not Stage.ENDED:
                 log.warning("checkpoint %s is not the latest: files of other ranks are not there", pending.tag)
         finally:
-            self.cancel()
+            self.cancel()  # of a tag that has ended this only forgets it
 
     # On a thread of its own
 
     def _write_on_commit(self, pending: PendingTag, folder: str) -> None:
         """Write this rank's files; `folder` has the engine's checkpoint, or is "" if versions are not pinned.
 
-        The engine calls this as `on_commit`. It releases the checkpoint that this one replaces only afterwards, so
-        `latest` is written here where there is such a one, or with the layout "in_place".
+        The engine calls this as `on_commit`, when its checkpoint is committed. Afterwards it may release an older one
+        for it, which the tag in `latest` may need. So if it keeps an older one, or with the layout "in_place", the
+        new tag is made whole, and named in `latest`, here; else in `_end_save`.
         """
         pending.stage = Stage.COMMITTED
+        # The old files of a tag that is saved again, which `set_aside` has kept.
         for file in self._files_to_name(pending):
             _unlink_if_there(f"{partial_of(file)}{ASIDE}")
         try:
@@ -341,7 +359,7 @@ class SavesBehind:
             pending.stage = Stage.DURABLE
             if pending.frame is not None or self._shard.engine.checkpoints.kept:
                 self._wait_and_name_tag(pending)
-                if pending.is_given_up:
+                if pending.is_given_up:  # the error keeps the engine from releasing an older checkpoint
                     raise CheckpointError("it was given up")
         except Exception as error:
             pending.error = error
@@ -362,7 +380,7 @@ class SavesBehind:
                         self._wait_and_name_tag(pending)
                     tag_folder = os.path.join(pending.folder, pending.tag)
                     if mark_of(tag_folder) is not Mark.NONE:  # whole, or about to be marked so by rank 0
-                        mirror_folder(self._shard, tag_folder)
+                        mirror_folder(self._shard, tag_folder)  # in place of an optimizer: only its `engine` is used
             else:
                 log.warning(
                     "checkpoint %s could not be written, and the one before stays: %s", pending.tag, pending.error
@@ -379,7 +397,10 @@ class SavesBehind:
         self._end_save(pending, "", None)
 
     def _write_files(self, pending: PendingTag, folder: str) -> None:
-        """Copy pinned state, and rounded weights, into this rank's and the model's file; then name this rank's."""
+        """Copy pinned state into this rank's file, and rounded masters into the model's; then name this rank's file.
+
+        Nothing is copied to a file that has its state, or its weights, already.
+        """
 
         def visit(take: stream.Take, names: Sequence[str]) -> None:
             """Call `take` with each run of the pinned state, until the tag is given up."""
@@ -393,7 +414,7 @@ class SavesBehind:
             self._shard.engine.checkpoints.visit(folder, take_unless_given_up, names)
 
         model = pending.model
-        starts_by_file: dict[str, stream.Starts] = {}
+        starts_by_file: dict[str, stream.Starts] = {}  # of the files with holes to fill
         if pending.frame is None and pending.starts is not None:
             starts_by_file[pending.partial] = pending.starts
         if model is not None and model.starts:
@@ -413,20 +434,27 @@ class SavesBehind:
             _name_rank_file(pending)
 
     def _files_to_name(self, pending: PendingTag) -> list[str]:
-        """Return the files that this rank gives their names."""
+        """Return the files to which this rank gives their final names: its own, and on rank 0 the model's."""
         model = [pending.model.path] if pending.model is not None and self._rank == 0 else []
         return [pending.file, *model]
 
     def _release(self, pinned: str) -> None:
-        """Release the pinned versions; if that fails, the next save to this folder releases them."""
+        """Release the versions that are pinned by the folder `pinned`, and delete the folder.
+
+        If that fails, the next save to the folder releases them.
+        """
         with contextlib.suppress(Exception):
             self._shard.engine.checkpoints.release(pinned)
             shutil.rmtree(pinned)
-            os.rmdir(os.path.dirname(pinned))
+            os.rmdir(os.path.dirname(pinned))  # `PINNED`, if no other rank has a folder in it
         _pinned_folders.discard(pinned)
 
     def _wait_and_name_tag(self, pending: PendingTag) -> None:
-        """On rank 0, make the tag whole once all ranks' files exist; on others, wait for its last, the model's."""
+        """Wait until the tag is whole. Rank 0 makes it whole, once the files of all ranks exist.
+
+        Other ranks wait for the model's file, which rank 0 names last, if they write to it. No rank waits any longer
+        once the tag is given up, or `wait` has found that all files are durable.
+        """
         last_files = [pending.model.path] if pending.model is not None else []
         awaited = pending.rank_files if self._rank == 0 else last_files
         while not (pending.is_given_up or pending.all_are_durable or all(map(os.path.exists, awaited))):
@@ -435,15 +463,18 @@ class SavesBehind:
             self._name_tag(pending)
 
     def _write_stub(self, pending: PendingTag, frame: bytes) -> bytes:
-        """Write the stub in the place of this rank's file; return the frame, which becomes the manifest's `extra`."""
+        """Write the stub in the place of this rank's file; return `frame`, which the manifest has as `extra`.
+
+        The engine calls this before its checkpoint is committed.
+        """
         _unlink_if_there(f"{pending.partial}{ASIDE}")
         in_place.write_stub(pending.partial, pending.id)
-        if pending.model is None:
+        if pending.model is None:  # else `_write_files` names it, once this rank's weights are in the model's file
             _name_rank_file(pending)
         return frame
 
     def _find_ended(self, pending: PendingTag) -> Sequence[int]:
-        """Return the ranks that the commit need not wait for: all of them once the tag was given up.
+        """Return the ranks that the commit need not wait for: none, or all of them once the tag is given up.
 
         The commit calls this when this rank's manifest is written, so this also notes that this rank is PREPARED.
         """
@@ -471,7 +502,7 @@ class SavesBehind:
 
 
 def _name_rank_file(pending: PendingTag) -> None:
-    """Make the files in `files_to_sync` and the rank's file durable, then give the rank's file its name."""
+    """Make durable the files that were written before, and the rank's file; then give that its final name."""
     for file in pending.files_to_sync:
         _sync(file)
     name_file(pending.file)

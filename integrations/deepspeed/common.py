@@ -1,4 +1,12 @@
-"""What the optimizers of all ZeRO stages share: the update, norms, checkpoints through memory, refusals."""
+"""`OffloadedOptimizer`: what our optimizers of all ZeRO stages share. Updates, norms, checkpoints, refusals.
+
+A rank's state is in its `Shard`, not in DeepSpeed's tensors. DeepSpeed's own checkpoint code expects it there, so the
+state is *lent* to it for a time; or it saves files with *holes* for state, which is then written into them from where
+it lies (`stream.py`). A file keeps a *partial* name, which nothing loads, until it is whole. A save *behind* training
+is completed in the background (`behind.py`).
+
+A method that "Replaces" one of a DeepSpeed engine is set on that engine alone, and calls the one that was there.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +59,7 @@ from offload.rules import UpdateRule
 log = logging.getLogger("offload")
 
 STEPS = "offload_steps"
-"""Our entry in DeepSpeed's optimizer checkpoints: updates of each parameter by name (DeepSpeed has one count)."""
+"""Our key in DeepSpeed's optimizer checkpoints: updates of each parameter by name (DeepSpeed has one number)."""
 
 
 _T = TypeVar("_T")
@@ -59,6 +67,7 @@ _T = TypeVar("_T")
 
 def warn_of_large_buckets(engine: Any, config: OffloadConfig) -> None:
     """Warn of bucket sizes so large that DeepSpeed reduces all gradients, or gathers all weights, at once."""
+    # A parameter that ZeRO-3 has cut has no elements itself between uses.
     model_numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
 
     def warn_if_large(key: str, numel: int, where: str) -> None:
@@ -75,7 +84,7 @@ def warn_of_large_buckets(engine: Any, config: OffloadConfig) -> None:
 
 def find_device(weights: Sequence[torch.Tensor]) -> torch.device | None:
     """Return the accelerator that a rank's weights are on; None for the CPU."""
-    device = next((weight.device for weight in weights), torch.device("cpu"))
+    device = next((weight.device for weight in weights), torch.device("cpu"))  # all are on one device
     return None if device.type == "cpu" else device
 
 
@@ -89,10 +98,11 @@ def make_shard(
 ) -> Shard:
     """Make one rank's shard, with directories of its own.
 
-    Ranks that may run on the same cores share these, and NUMA nodes: each gets its part. Collective over `group`, the
-    ranks among which state is divided; other arguments as of `Shard`.
+    Ranks that may run on the same cores divide these cores, and the memory nodes, among each other. Collective over
+    `group`, the ranks among which state is divided; other arguments as of `Shard`.
     """
     device = find_device(weights)
+    # Gradients come from there even if the weights are in host memory.
     from_accelerator = import_module("deepspeed.accelerator").get_accelerator().device_name() != "cpu"
     ranks = torch.distributed.get_world_size(group)
     among: tuple[int, int] | None = None  # this rank's number among those with its cores, and their count
@@ -104,18 +114,18 @@ def make_shard(
         among = cores_of_earlier_ranks.count(own_cores), cores_by_rank.count(own_cores)
     with naming_object_in_errors():
         if ranks > 1:
-            config = config.for_rank(torch.distributed.get_rank())
+            config = config.for_rank(torch.distributed.get_rank())  # not of the group: others may use the same paths
         return Shard(pieces, weights, config, device, gradient_dtype, among, rule, from_accelerator)
 
 
 @dataclass(frozen=True)
 class UnnamedModel:
-    """A model's file that rank 0 has written, and that has its partial name still.
+    """A model's file that rank 0 has written, all of it or all but the weights, and that has its partial name still.
 
     Attributes:
-        path: Its name when it is whole.
-        starts: Where each flat tensor of weights is to be written, None for one that the file does not have; empty
-            if all weights have been written.
+        path: Its path when it is whole.
+        starts: The byte at which each flat tensor of weights is to be written, None for one that the file does not
+            have; empty if all weights have been written.
         identity: Inode, size and time of change: another rank that sees the same ones sees the same file.
     """
 
@@ -125,10 +135,10 @@ class UnnamedModel:
 
 
 class OffloadedOptimizer(StepFigures):
-    """Mixed into DeepSpeed's optimizer: its state is in `shard`.
+    """A mixin for DeepSpeed's ZeRO optimizers, whose methods it overrides: their state is in `shard`.
 
-    State is *lent* to DeepSpeed while its flat masters and the torch optimizer have all of it in memory, where
-    DeepSpeed's own code can save or load it (see `_with_state_lent`). Otherwise these are placeholders.
+    Usually DeepSpeed's flat masters are placeholders, and the torch optimizer has no state. While state is *lent* to
+    DeepSpeed, both have all of it in memory, where DeepSpeed's own code can save or load it; see `_with_state_lent`.
 
     Args:
         arguments: DeepSpeed's.
@@ -158,20 +168,21 @@ class OffloadedOptimizer(StepFigures):
     _has_reloaded_masters = False  # whether the load under way has taken masters from the weights
     _saves_without_state = False  # whether the file that is being saved gets holes for state
     _left_out_state: list[FlatState] | None = None  # what stands for state in that file
-    _unnamed_model: UnnamedModel | None = None
-    behind: SavesBehind | None = None
+    _unnamed_model: UnnamedModel | None = None  # on rank 0, of the save under way
+    behind: SavesBehind | None = None  # None if all saves are DeepSpeed's own, which wait until they are whole
     is_saved_behind = False
     """Whether the tag that was saved last becomes whole in the background, while training goes on."""
-    sigterm: SigtermHandler | None = None
+    sigterm: SigtermHandler | None = None  # None without `commit_on_sigterm`
     may_update_during_backward = True
     _names_latest: bool | None = None
     """Whether `latest` is to name the tag that is being saved; None if no save in the background is under way."""
-    _checkpoint_layout = ""
-    _loading_folder = ""
+    _checkpoint_layout = ""  # of saves by `behind`; "" without
+    _loading_folder = ""  # the folder of the tag that is being loaded, or was loaded last
 
     def __init__(
         self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
     ) -> None:
+        # DeepSpeed's constructor calls methods of ours, which use these and make the shard.
         self._offload_config = offload_config
         self._names = names
         self._auto = AutoOverlap()
@@ -210,16 +221,16 @@ class OffloadedOptimizer(StepFigures):
     # The update
 
     def step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Make DeepSpeed's step, timed for `overlap="auto"`."""
+        """Make DeepSpeed's step, timed for `overlap="auto"`, which may choose another mode for the next steps."""
         self._end_lending()  # in case an interrupt has left it with DeepSpeed
-        self.finish()
+        self.finish()  # the step before, which may still go on
         began_s = self._auto.pace.begin_step()
         result = super().step(*arguments, **keywords)  # type: ignore[misc]
         self._auto.pace.end_call(began_s)
         if self._offload_config.overlap == "auto":
-            ways = {"forward": self.may_overlap_forward, "backward": self.may_update_during_backward}
+            possible = {"forward": self.may_overlap_forward, "backward": self.may_update_during_backward}
             group = self.dp_process_group
-            self._auto.after_step(self.offload, [group], exchange_device(group), **ways)
+            self._auto.after_step(self.offload, [group], exchange_device(group), **possible)
         if self.behind is not None and not self.overflow:
             self.note_weights_are_rounded_masters()  # the step has just written them
         if not self.offload.is_pending:  # else `finish` reports it
@@ -233,17 +244,21 @@ class OffloadedOptimizer(StepFigures):
 
     @property
     def _saves_in_background(self) -> bool:
-        """Whether the save under way goes on after `save_checkpoint` has returned."""
+        """Whether `behind` completes the save under way, in the background; `save_checkpoint` may wait for it."""
         return self._names_latest is not None
 
     @property
     def _is_boundary(self) -> bool:
         """Whether the micro-step under way is the last before a step."""
-        boundary = self.is_gradient_accumulation_boundary
+        boundary = self.is_gradient_accumulation_boundary  # a method or an attribute, by DeepSpeed's version
         return bool(boundary() if callable(boundary) else boundary)
 
     def _announce_arrival(self, number: int) -> bool:
-        """Tell the engine that a piece's reduced gradient comes; return whether it is the last before the step."""
+        """Tell the engine that a piece's reduced gradient is about to arrive; return whether it is the last one.
+
+        That is so in the last micro-step before a step. With a pass's first gradient the engine is also told what the
+        step would use now; see `Announcer`.
+        """
         is_last = self._is_boundary
         self._announcer.arrives(self.offload.gradients, number, is_last=is_last, scale=float(self.loss_scale))
         return is_last
@@ -254,7 +269,7 @@ class OffloadedOptimizer(StepFigures):
         return result
 
     def _on_any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank. Collective."""
         return bool(max_over_ranks(flag, self.dp_process_group))
 
     def _run_engine_step(self) -> None:
@@ -262,31 +277,37 @@ class OffloadedOptimizer(StepFigures):
         groups = group_values(self.optimizer)
         order = self._take_use_order()
         self._on_all_ranks(lambda: self.shard.step(groups, self._gradient_factor, float(self.loss_scale), order))
-        self._is_reported = False
+        self._is_reported = False  # `_report_if_due` reports the step, once it is over
 
     def _take_use_order(self) -> Mapping[int, int] | None:
-        """Return each piece's position in the last forward pass, if the step goes on into the next; else None."""
+        """Return in which order the last forward pass used the pieces: the position of each, by its number.
+
+        None if the step does not go on into the next forward pass. The stages override this, and forget the order.
+        """
         return None
 
     def hook_model(self, model: torch.nn.Module) -> None:
-        """Make a model's modules wait for their weights, if steps may go on into forward; nothing in ZeRO-3."""
+        """Make a model's modules wait for their weights, if steps may go on into forward.
+
+        Nothing is done in ZeRO-3, where modules gather their weights, and wait for them then.
+        """
 
     def finish(self) -> None:
-        """Wait until the last step is over, if it goes on into the next forward pass."""
+        """Wait until the last step is over, if it goes on into the next forward pass; report it if that is due."""
         self.offload.finish()
         self._report_if_due()
 
     def _norms(self) -> dict[str, torch.Tensor]:
-        """Return the norms of this rank's gradients by name, as DeepSpeed keeps them."""
+        """Return the norms of this rank's gradients by name, as DeepSpeed keeps them. Collective."""
         norms = self._on_all_ranks(self.shard.norms)
         return {name: torch.tensor(norm, dtype=torch.float64, device="cpu") for name, norm in norms.items()}
 
     def _report_if_due(self) -> None:
-        """Report the last step, which is over, unless that was done; to the DeepSpeed engine's monitor on rank 0."""
+        """Report the last step, which is over, unless that was done. Rank 0 also writes to DeepSpeed's monitor."""
         if self._is_reported:
             return
-        self._report_step()
-        engine = self._monitored_engine()
+        self._report_step()  # which also sets `_is_reported`
+        engine = self._monitored_engine()  # None before `report_to`, and once the engine is freed
         monitor = getattr(engine, "monitor", None)
         if monitor is not None and monitor.enabled and torch.distributed.get_rank() == 0:
             samples = engine.global_samples
@@ -299,16 +320,20 @@ class OffloadedOptimizer(StepFigures):
     def _lend_state(self, states: list[FlatState]) -> None:
         """Put state where DeepSpeed keeps it: into the flat masters and the torch optimizer's state."""
         for flat, state in zip(self._flats, states, strict=True):
-            flat.grad = None
+            flat.grad = None  # ZeRO-3's `unscale_and_clip_grads` may have left one, of one element
             flat.data = state.master
             self.optimizer.state[flat] = {"step": state.step, **state.moments}
 
     def _read_lent_state(self) -> list[FlatState]:
-        """Return the state that was lent, as DeepSpeed has loaded or changed it."""
+        """Return the state that was lent, for each flat tensor, as DeepSpeed has loaded or changed it.
+
+        A load may have put other tensors in the place of those that were lent.
+        """
         states = []
         for flat in self._flats:
             state = self.optimizer.state.get(flat, {})
             numel = flat.numel()
+            # All names but the first, the master's.
             moments = {name: _moment_or_zeros(state.get(name), numel) for name in self.shard.names[1:]}
             states.append(FlatState({"master": flat.data.float(), **moments}, int(state.get("step", 0))))
         return states
@@ -319,7 +344,10 @@ class OffloadedOptimizer(StepFigures):
         return ()
 
     def note_weights_are_rounded_masters(self) -> None:
-        """Note that weights equal their rounded masters now: a save may write rounded masters in their place."""
+        """Note that weights equal their rounded masters now: a save may write rounded masters in their place.
+
+        Nothing is noted here, nor in ZeRO-3, where each rank has its own part of the weights alone.
+        """
 
     def unchanged_weights(self) -> Sequence[torch.Tensor]:
         """Return all trained weights if none has changed since `note_weights_are_rounded_masters`; else none."""
@@ -335,7 +363,11 @@ class OffloadedOptimizer(StepFigures):
 
     @contextlib.contextmanager
     def _with_state_lent(self) -> Iterator[list[FlatState]]:
-        """Lend all state to DeepSpeed while this context lasts; tensors without memory where a save leaves it out."""
+        """Lend all state to DeepSpeed while this context lasts; yield it.
+
+        Where a save leaves holes for state, tensors without memory are lent in its place. Changes are not written
+        back; see `_load_by_deepspeed`.
+        """
         if self._lent is not None:  # by a context around this one
             yield self._lent
             return
@@ -347,32 +379,47 @@ class OffloadedOptimizer(StepFigures):
         finally:
             try:
                 self._end_lending()
-            except BaseException:  # a Ctrl-C: end it all the same
+            except BaseException:  # a Ctrl-C within the call, which may be repeated: end the lending all the same
                 self._end_lending()
                 raise
 
     def _end_lending(self) -> None:
-        """Take lent state from DeepSpeed, if there is any: its tensors are placeholders again."""
+        """End the lending of state, if any is lent: DeepSpeed's tensors are placeholders again."""
         if self._lent is not None:
             self.restore_placeholders()
             self.optimizer.state.clear()
             self._lent = None
 
     def _load_by_deepspeed(self, load: Callable[[], None], *, keep_steps: bool = False) -> None:
-        """Have DeepSpeed load state into lent memory, then write it to the shard; `keep_steps` keeps step counts."""
+        """Have DeepSpeed load a checkpoint into lent memory, then write the state from there to the shard.
+
+        Args:
+            load: DeepSpeed's method.
+            keep_steps: Whether the shard's step counts stay as they are; else they become those of the file.
+        """
         kept_steps = self.shard.steps() if keep_steps else None
         self._has_reloaded_masters = False
         with self._with_state_lent():
             load()
             states = self._read_lent_state()
+            # A piece without a count in the file gets that of its flat tensor.
             steps = dict(self._saved_steps or {}) if kept_steps is None else kept_steps
             self.shard.load(states, steps)
         self._saved_steps = None
-        if self._has_reloaded_masters:  # again: `shard.load` has replaced them
+        # DeepSpeed has called `_restore_from_bit16_weights` within `load`, and `shard.load` has undone that.
+        if self._has_reloaded_masters:
             self.shard.reload_masters()
 
     def _load_in_place(self, stub: InPlace, load: Callable[[Mapping[str, Any]], None]) -> None:
-        """Load a checkpoint of layout "in_place": the shard loads the state, DeepSpeed all else of its file."""
+        """Load a checkpoint of layout "in_place": the shard loads the state, DeepSpeed all else of its file.
+
+        Args:
+            stub: What the rank's file has, which names the engines' checkpoint.
+            load: Has DeepSpeed load an optimizer's part of its file that has no state.
+
+        Raises:
+            CheckpointError: The tag is not whole, or has state of a parameter that is in no group; on all ranks.
+        """
 
         def load_part() -> None:
             """Load this rank's part."""
@@ -384,7 +431,7 @@ class OffloadedOptimizer(StepFigures):
                     )
                 trained = {self._names[parameter] for parameter in self._parameters()}
                 untrained = [name for name in checkpoint.names if name not in trained]
-                lost = [name for name in untrained if checkpoint.step_of(name)]  # others were never updated
+                lost = [name for name in untrained if checkpoint.step_of(name)]  # the others' state is fresh
                 if lost:
                     more = " and others" if len(lost) > 1 else ""
                     raise CheckpointError(
@@ -396,12 +443,13 @@ class OffloadedOptimizer(StepFigures):
 
         self._has_reloaded_masters = False
         self._on_all_ranks(load_part)
+        # DeepSpeed has called `_restore_from_bit16_weights` within `load`, and `shard.load_in_place` has undone that.
         if self._has_reloaded_masters:
             self.shard.reload_masters()
 
     def _restore_from_bit16_weights(self) -> None:
         """Take the masters from the weights: DeepSpeed calls this when a load has changed weights."""
-        self._has_reloaded_masters = True
+        self._has_reloaded_masters = True  # for the load under way, which takes them once more at its end
         self.shard.reload_masters()
 
     def stream_checkpoints(self, engine: Any) -> None:
@@ -422,13 +470,18 @@ class OffloadedOptimizer(StepFigures):
             *arguments: Any,
             **keywords: Any,
         ) -> Any:
-            """Replaces `save_checkpoint`, whose rank 0 alone would write `latest`: if it fails, others wait."""
+            """Replaces `save_checkpoint`: rank 0 writes `latest` here, so that all ranks raise if it cannot.
+
+            DeepSpeed would write it on rank 0, and if that failed, the others would wait for ever. It still does so
+            where its checkpoint engine does not write files as its default one does.
+            """
             self.check_is_loaded()
             names_latest = save_latest and stream.can_stream(engine.checkpoint_engine)
             by_deepspeed = save_latest and not names_latest
+            # DeepSpeed expects a dict, which the default of `client_state` is not.
             result = save_tag(save_dir, tag, dict(client_state), by_deepspeed, *arguments, **keywords)
             if names_latest:
-                name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+                name = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed names the tag
                 is_first = engine.global_rank == 0
                 self._on_all_ranks(lambda: name_latest(save_dir, name) if is_first else None)
             return result
@@ -436,7 +489,7 @@ class OffloadedOptimizer(StepFigures):
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
             """Replaces `_save_checkpoint`, which saves the model. Collective, so that rank 0's error reaches all."""
             self.finish()
-            self._end_lending()
+            self._end_lending()  # in case an interrupt has left it with DeepSpeed
             save = functools.partial(save_model, save_path, tag, *arguments, **keywords)
             can_stream = stream.can_stream(engine.checkpoint_engine)
             own_file = engine._get_zero_ckpt_name(save_path, tag)
@@ -453,14 +506,14 @@ class OffloadedOptimizer(StepFigures):
                     self._on_all_ranks(save)
             except BaseException:
                 if can_stream:
-                    discard_partial(own_file)
+                    discard_partial(own_file)  # the old file that was set aside
                 raise
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
             """Replaces `_save_zero_checkpoint`, which saves this rank's state."""
             if self.behind is None or not self._saves_in_background:
                 self._on_all_ranks(lambda: self._save_state_file(save_state, engine, save_path, tag))
-                # What is left of it: the file that it replaces, and the folder, in which other ranks wrote until now.
+                # All ranks have named their files. Left are the old file that was set aside, and the folder of both.
                 discard_partial(engine._get_zero_ckpt_name(save_path, tag))
             else:
                 self._begin_save_behind(self.behind, save_state, engine, save_path, tag)
@@ -469,7 +522,11 @@ class OffloadedOptimizer(StepFigures):
         engine.save_checkpoint = save_tag_and_name
 
     def replace_save_checkpoint(self, engine: Any, saving: Saving) -> None:
-        """Replace a DeepSpeed engine's `save_checkpoint`: it pins state that lies on paths, and may then return.
+        """Replace a DeepSpeed engine's `save_checkpoint` by one that pins state on the paths: saves behind training.
+
+        It may return once state is pinned, while the files are completed in the background. With the layout
+        "in_place" the state stays where it is pinned. Without paths, and with the layout "stock", nothing is
+        replaced.
 
         Raises:
             ConfigError: State is to stay on the paths, where no checkpoint is kept.
@@ -481,13 +538,15 @@ class OffloadedOptimizer(StepFigures):
             log.warning("saves wait until they are whole: without paths there is nothing that versions are pinned on")
             return
         self.behind = behind = SavesBehind(self.shard, torch.distributed.get_rank(), self._on_all_ranks)
-        self.note_weights_are_rounded_masters()
+        self.note_weights_are_rounded_masters()  # the masters have just been made of the weights
         save, load = engine.save_checkpoint, engine.load_checkpoint
 
         def load_checkpoint(*arguments: Any, **keywords: Any) -> Any:
             """Replaces `load_checkpoint`: first wait for the save in the background, which writes `latest`."""
             self.wait_checkpoint()
             result = load(*arguments, **keywords)
+            # Both are of one checkpoint, or the masters were taken from the weights. If they differ all the same,
+            # `SharedModel.is_written` finds that in the next save.
             self.note_weights_are_rounded_masters()
             return result
 
@@ -499,7 +558,10 @@ class OffloadedOptimizer(StepFigures):
             *arguments: Any,
             **keywords: Any,
         ) -> Any:
-            """Replaces `save_checkpoint`: `SavesBehind` completes the tag, and writes `latest` for DeepSpeed."""
+            """Replaces `save_checkpoint`: `SavesBehind` completes the tag, and then writes `latest`.
+
+            With a checkpoint engine that does not write files as DeepSpeed's own does, its own method saves.
+            """
             self.wait_checkpoint()
             client_state = dict(client_state)
             waits = saving.wait or _is_driven_by_accelerate()
@@ -510,7 +572,8 @@ class OffloadedOptimizer(StepFigures):
             if is_deepspeeds or not can_stream:
                 return save(save_dir, tag, client_state, save_latest, *arguments, **keywords)
             self.is_saved_behind = True
-            before, self._names_latest = self._names_latest, save_latest
+            # While this is not None, the methods of `stream_checkpoints` leave state to `self.behind`.
+            before, self._names_latest = self._names_latest, save_latest  # `before` is None, unless calls are nested
             try:
                 result = save(save_dir, tag, client_state, False, *arguments, **keywords)  # without `latest`
             except BaseException:
@@ -536,19 +599,23 @@ class OffloadedOptimizer(StepFigures):
             self.behind.wait()
 
     def refuse_unfit_tags(self, engine: Any) -> None:
-        """Replace a DeepSpeed engine's methods that load by ones that first refuse tags which do not fit.
+        """Replace a DeepSpeed engine's methods that load a tag (a folder of one save): refuse unfit tags first.
 
-        Refused are missing files, and state of another rule, model, stage or number of ranks: DeepSpeed would fail at
-        them only later, or not at all. All ranks raise a refusal, as they do if one rank cannot read its file: the
+        Unfit is a tag that lacks files, or has state of another rule, model, stage or number of ranks: DeepSpeed
+        would fail later, or not at all. If one rank refuses a tag, or cannot read its file, all ranks raise: else the
         others would wait for it.
         """
         load, read = engine._load_checkpoint, engine._get_all_zero_checkpoints
 
         def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
-            """Replaces `_load_checkpoint`; without optimizer states the number of ranks does not matter."""
+            """Replaces `_load_checkpoint`: check the tag, and load it.
+
+            The number of ranks, and each rank's file of state, are checked if optimizer states are loaded, and not
+            from a universal checkpoint.
+            """
             self.finish()
-            self._end_lending()
-            if not tag:
+            self._end_lending()  # in case an interrupt has left it with DeepSpeed
+            if not tag:  # DeepSpeed has read it in `latest`
                 raise CheckpointError(
                     f"{os.path.join(load_dir, 'latest')} is empty, as whoever wrote it was killed; "
                     f"nothing was loaded. Load a tag by its name: whole ones are {_whole_tags(load_dir)}"
@@ -561,7 +628,7 @@ class OffloadedOptimizer(StepFigures):
                 # The greatest of all ranks' counts: each node may have only the files of its own ranks.
                 saved_ranks = max_over_ranks(_rank_count_by_files(folder), self.dp_process_group)
                 ranks = engine.seq_dp_world_size
-                if saved_ranks not in (0, ranks):
+                if saved_ranks not in (0, ranks):  # 0: not known, as there are no files
                     # Files may be missing, or left by an earlier save: the model's file has the right number.
                     in_model = _rank_count_by_model(engine._get_ckpt_name(load_dir, tag))
                     saved_ranks = max_over_ranks(in_model, self.dp_process_group) or saved_ranks
@@ -574,7 +641,8 @@ class OffloadedOptimizer(StepFigures):
             for state_file in needed[1:]:  # this rank's, if its state is loaded
                 self._on_all_ranks(functools.partial(self._check_state, state_file))
             with contextlib.ExitStack() as undo:
-                # ZeRO-3's weights alone: DeepSpeed would take those of the tag that `latest` names.
+                # For a load of ZeRO-3's weights alone DeepSpeed calls this function without the tag, and so gets the
+                # weights of the tag that `latest` names.
                 module, name = import_module("deepspeed.runtime.engine"), "get_fp32_state_dict_from_zero_checkpoint"
                 if hasattr(module, name):
                     shared.replace(undo, module, name, functools.partial(getattr(module, name), tag=tag))
@@ -584,14 +652,14 @@ class OffloadedOptimizer(StepFigures):
         engine._get_all_zero_checkpoints = lambda *given: self._on_all_ranks(lambda: read(*given))
 
     def _check_state(self, path: str) -> None:
-        """Raise `CheckpointError` if a rank's file has state of another model, or rule: DeepSpeed loads any."""
+        """Raise `CheckpointError` if a rank's file has state of another model or rule, which DeepSpeed would load."""
         names, numels = _state_in(path)
-        wanted = {*self.shard.names[1:]}
+        own_names = {*self.shard.names[1:]}  # without the master's
         own_numels = [state.master.numel() for state in self.shard.without_memory()]
-        if names and names != wanted:
+        if names and names != own_names:
             raise CheckpointError(
                 f"{path} has state of another rule ({', '.join(sorted(names))}), and this optimizer's is "
-                f"{rule_of(self.optimizer).name!r} ({', '.join(sorted(wanted))}); nothing was loaded. Use the "
+                f"{rule_of(self.optimizer).name!r} ({', '.join(sorted(own_names))}); nothing was loaded. Use the "
                 "optimizer that saved it, or load the weights alone: load_optimizer_states=False"
             )
         if numels and numels != own_numels:
@@ -602,17 +670,17 @@ class OffloadedOptimizer(StepFigures):
             )
 
     def _save_model_file(self, save: Callable[[], None], engine: Any, path: str) -> None:
-        """Save the model's file to `path`, in the place of DeepSpeed's method, which is `save`. Collective.
+        """Save the model's file to `path`, without a copy of all weights in memory. Collective.
 
-        The file is written with holes, which are filled from memory, so that no copy of all weights is made. In a
-        save that goes on in the background, weights that equal their rounded masters stay holes: the writer of state
-        fills them later, and the file keeps its partial name until then. If weights of one rank differ, all weights
-        are written now.
+        DeepSpeed's method `save` writes the file with holes for tensors, which are then filled from where they lie.
+        In a save behind training the weights' holes stay if weights equal their rounded masters on all ranks: each
+        rank then writes its rounded masters there, with its state, and the file keeps its partial name until that is
+        done.
         """
         is_behind = self._saves_in_background and not engine.use_node_local_storage()
         may_leave_out = is_behind and self.behind is not None and self.behind.weights_are_rounded_masters
         left_out = self.unchanged_weights() if may_leave_out else ()
-        if self._on_any_rank(not left_out):
+        if self._on_any_rank(not left_out):  # all ranks do the same
             left_out = ()
 
         def write() -> None:
@@ -642,15 +710,15 @@ class OffloadedOptimizer(StepFigures):
             raise
 
     def _note_unnamed_model(self, path: str, places: Places, *, are_left_out: bool) -> None:
-        """Note a model's file that keeps its partial name, and where the weights begin that are holes in it."""
+        """Note that a model's file keeps its partial name; and, if weights are left out, where their holes begin."""
         starts = [start_of(places, flat) for flat in self.flat_weights] if are_left_out else []
         self._unnamed_model = UnnamedModel(path, starts, _file_identity(partial_of(path)))
 
     def _save_state_file(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
-        """Save this rank's file: DeepSpeed's `save` leaves holes for state, which is then written there.
+        """Save this rank's file of state: DeepSpeed's `save` leaves holes for state, which is then written into them.
 
         Where the file cannot have holes, or they are not found in it, `save` writes it with a copy of the state. The
-        file gets its name when it is whole: with holes it has its full size, and would be loaded as zeros.
+        file gets its name when it is whole: with holes it already has its full size, and would be loaded as zeros.
         """
         if not stream.can_stream(engine.checkpoint_engine):
             save(save_path, tag)
@@ -663,7 +731,7 @@ class OffloadedOptimizer(StepFigures):
                 if starts is None:  # no holes were found
                     save(save_path, tag)  # over the file without state
                 else:
-                    visit = self.shard.engine.state.visit
+                    visit = self.shard.engine.state.visit  # which needs no names: it visits all state tensors
                     stream.write_state({partial: starts}, self.shard, lambda take, _: visit(take))
                 name_file(path)
         except OSError as error:
@@ -674,7 +742,14 @@ class OffloadedOptimizer(StepFigures):
     ) -> stream.Starts | None:
         """Have DeepSpeed write its file with holes for state; return where the holes are, None if that is unknown.
 
-        `save`, `save_path` and `tag` are DeepSpeed's; `path` is where the file is then.
+        All other tensors are whole in the file.
+
+        Args:
+            save: DeepSpeed's method, which is given `save_path` and `tag`.
+            engine: DeepSpeed's engine.
+            path: Where `save` puts the file.
+            save_path: The folder of all tags.
+            tag: The tag's name.
         """
         self._saves_without_state = True
         try:
@@ -682,12 +757,12 @@ class OffloadedOptimizer(StepFigures):
                 save(save_path, tag)
         finally:
             self._saves_without_state = False
-            lent, self._left_out_state = self._left_out_state, None
+            placeholders, self._left_out_state = self._left_out_state, None
         starts = None
-        if lent is not None:  # else DeepSpeed has not asked for the state that it was to save
-            tensors = [tensor for state in lent for tensor in state.tensors.values()]
-            places = fill(path, saved[0], tensors)
-            starts = None if places is None else stream.starts_of(places, lent)
+        if placeholders is not None:  # else DeepSpeed has not asked for the state that it was to save
+            left_out = [tensor for state in placeholders for tensor in state.tensors.values()]
+            places = fill(path, saved[0], left_out)  # `save` has written one file
+            starts = None if places is None else stream.starts_of(places, placeholders)
         if starts is None:
             log.warning("state is saved to %s in a way that cannot be streamed, so it is copied first", path)
         return starts
@@ -695,7 +770,10 @@ class OffloadedOptimizer(StepFigures):
     def _begin_save_behind(
         self, behind: SavesBehind, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str
     ) -> None:
-        """Pin state and begin to write it in the background; training may go on when this returns. Collective."""
+        """Pin state and begin to write it in the background; training may go on when this returns. Collective.
+
+        Arguments as of `_save_without_state`. `behind` writes the state.
+        """
         names_latest = bool(self._names_latest)
         folder = os.path.abspath(save_path)  # the program may change its directory meanwhile
         path = engine._get_zero_ckpt_name(folder, tag)
@@ -703,11 +781,14 @@ class OffloadedOptimizer(StepFigures):
         given_by_rank: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(given_by_rank, (path, uuid.uuid4().hex, self._unnamed_model))
         rank_files = [given_path for given_path, _, _ in given_by_rank]
-        _, id, unnamed_model = given_by_rank[0]  # rank 0's id and model count
+        _, id, unnamed_model = given_by_rank[0]  # all ranks use rank 0's id and its model's file
         model = self._own_part_of_model_file(unnamed_model, model_path)
 
         def begin() -> None:
-            """Write all but what is pinned of this rank's file, then pin that."""
+            """Write this rank's file with holes for state, then pin the state.
+
+            If its holes are not found, the file is written with a copy of the state, and nothing is pinned.
+            """
             with _saving_to_partial(engine, "_get_zero_ckpt_name", path):
                 starts = self._save_without_state(save, engine, partial_of(path), folder, tag)
                 frame = None
@@ -721,16 +802,23 @@ class OffloadedOptimizer(StepFigures):
                 if starts is None:  # masters are not pinned then, so the weights are written now
                     stream.write_weights(partial_of(model.path), model.starts, self.shard.weights)
                     model.starts = []
+                # By which `behind` checks afterwards that rounded masters are what the weights are now.
                 model.digests = [stream.digest(weight) for weight in self.shard.weights]
+            # A model's file that has its name already: DeepSpeed, which may have written it, makes no file durable.
             to_sync = [model_path] if os.path.exists(model_path) else []
             behind.begin(PendingTag(folder, tag, path, rank_files, starts, frame, model, to_sync, names_latest, id))
 
         self._on_all_ranks(begin)
 
     def _own_part_of_model_file(self, unnamed: UnnamedModel | None, path: str) -> SharedModel | None:
-        """Return this rank's part of a model's file that rank 0 has written without weights; None if it has none.
+        """Return which part of the weights this rank is to write to a model's file; None if nothing is to be done.
 
-        If ranks do not see the same file, rank 0 writes all weights. Collective.
+        Rank 0 has written all else of the file. If ranks do not see the same file, it writes all weights, too. Then,
+        or if it has written them before, all that is to be done is to name the file, by rank 0. Collective.
+
+        Args:
+            unnamed: What rank 0 says of its file; None if the file has its name.
+            path: The file's path when it is whole.
         """
         rank = torch.distributed.get_rank()
         if unnamed is None:
@@ -741,6 +829,7 @@ class OffloadedOptimizer(StepFigures):
             starts = []
         if not starts:  # all weights are written; rank 0 still has to name the file
             return SharedModel(path, []) if rank == 0 else None
+        # This rank's part is a view of the flat tensor. It begins as far behind the tensor's start as in memory.
         own_starts = [
             None if start is None else start + own_part.data_ptr() - flat.data_ptr()
             for start, flat, own_part in zip(starts, flats, self.shard.weights, strict=True)
@@ -748,7 +837,10 @@ class OffloadedOptimizer(StepFigures):
         return SharedModel(path, own_starts)
 
     def _add_steps(self, saved: dict[str, Any], states: list[FlatState]) -> dict[str, Any]:
-        """Add step counts by name, which DeepSpeed lacks, to what it saves; note `states` if these become holes."""
+        """Add step counts by name, which DeepSpeed lacks, to the dict `saved` that it saves, and return that.
+
+        `states` is the lent state in the dict. It is noted if it stands for holes; see `_save_without_state`.
+        """
         saved[STEPS] = self.shard.steps()
         if self._saves_without_state:
             self._left_out_state = states
@@ -757,7 +849,10 @@ class OffloadedOptimizer(StepFigures):
     # What DeepSpeed calls
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether a gradient of any rank has an element that is not finite."""
+        """Return whether a gradient of any rank has an element that is not finite. Collective.
+
+        DeepSpeed gives `partition_gradients`, which makes no difference here.
+        """
         return self._on_any_rank(not self._on_all_ranks(self.shard.is_finite))
 
     def independent_gradient_partition_epilogue(self) -> None:
@@ -766,7 +861,7 @@ class OffloadedOptimizer(StepFigures):
         self.offload.gradients.end_backward()
 
     def reset_cpu_buffers(self) -> None:
-        """Close the window of gradients: DeepSpeed calls this at the end of a step, taken or skipped."""
+        """Close the shard's window of gradients: DeepSpeed calls this at the end of a step, made or skipped."""
         super().reset_cpu_buffers()  # type: ignore[misc]
         self.shard.close_window()
 
@@ -807,11 +902,14 @@ class OffloadedOptimizer(StepFigures):
 
     def check_is_loaded(self) -> None:
         """Raise `CheckpointError` if `offload_states` is in force: nothing can be saved then."""
-        if not self.shard.weights:
+        if not self.shard.weights:  # `_release_weights` has cleared the list
             raise CheckpointError("offload_states() has given memory back: call reload_states() before this save")
 
     def _release_weights(self) -> None:
-        """Drop references to the flat tensors of weights: DeepSpeed is about to move them."""
+        """Drop references to the flat tensors of weights: DeepSpeed is about to move them.
+
+        Until `_rebind_weights` the empty `shard.weights` show that they are away.
+        """
         self.shard.weights.clear()
 
     def _rebind_weights(self) -> None:
@@ -819,7 +917,10 @@ class OffloadedOptimizer(StepFigures):
         raise NotImplementedError
 
     def pass_on_include(self, engine: Any) -> None:
-        """Have an engine's `offload_states` pass on masters and moments: it leaves them out if they are offloaded."""
+        """Have a DeepSpeed engine's `offload_states` pass masters and moments on to ours.
+
+        DeepSpeed itself leaves them out where its optimizer is offloaded, as this one counts.
+        """
         engine._refine_include_states = lambda include: include
 
     def overlap_forward(self, *arguments: Any, **keywords: Any) -> None:
@@ -827,7 +928,11 @@ class OffloadedOptimizer(StepFigures):
         DEEPSPEED_FORWARD.refuse("overlap_forward", "called")
 
     def destroy(self) -> None:
-        """Wait for a checkpoint that is being written, then free memory and files: the engine's, then DeepSpeed's."""
+        """Wait for a checkpoint that is being written, then free memory and files: the engine's, then DeepSpeed's.
+
+        In between the handler of SIGTERM that was there before ours is restored, and is passed a signal for which
+        nothing was saved.
+        """
         if self.behind is not None:
             self.behind.close()
         if self.sigterm is not None:
@@ -838,7 +943,10 @@ class OffloadedOptimizer(StepFigures):
 
 @contextlib.contextmanager
 def _saving_to_partial(engine: Any, method: str, path: str) -> Iterator[None]:
-    """Have an engine's `method`, which names a file to save, return its partial name; delete the file on an error."""
+    """While this context lasts, have DeepSpeed save the file `path` under its partial name; delete it on an error.
+
+    `method` is the engine's method that returns where to save that file: it is replaced on the engine.
+    """
     setattr(engine, method, lambda *given: partial_of(path))
     try:
         yield
@@ -850,7 +958,7 @@ def _saving_to_partial(engine: Any, method: str, path: str) -> Iterator[None]:
 
 
 def _file_identity(path: str) -> tuple[int, ...]:
-    """Return what tells a file from any other: inode, size, time of change; () if the file is not there."""
+    """Return inode, size and time of change of a file, by which ranks compare files; () if it is not there."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         return status.st_ino, status.st_size, status.st_mtime_ns
@@ -858,8 +966,12 @@ def _file_identity(path: str) -> tuple[int, ...]:
 
 
 def _is_driven_by_accelerate() -> bool:
-    """Return whether Accelerate drives DeepSpeed: it deletes older checkpoints as soon as a save returns."""
-    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    """Return whether Accelerate drives DeepSpeed: it deletes older checkpoints as soon as a save returns.
+
+    `AcceleratorState._shared_state` has the attributes of all its instances; it is empty until there is one.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)  # None if it is not imported
+    # The type is a member of an enum, whose text has the name.
     return "deepspeed" in str(getattr(state, "_shared_state", {}).get("distributed_type", "")).lower()
 
 
@@ -869,6 +981,7 @@ def _rank_count_by_files(folder: str) -> int:
         names = os.listdir(folder)
     except OSError:  # DeepSpeed says that it is not there
         return 0
+    # With a prefix for the dtype, such as "bf16_"; older DeepSpeeds leave out the underscore before "optim".
     matches = [re.fullmatch(r"(?:.*_)?zero_pp_rank_(\d+)_mp_rank_\d+_?optim_states\.pt", name) for name in names]
     return max((int(match[1]) + 1 for match in matches if match), default=0)
 
@@ -881,8 +994,9 @@ def _rank_count_by_model(path: str) -> int:
 
 
 def _check_stage(folder: str, stage: int) -> None:
-    """Raise `CheckpointError` if either the engine or a tag's folder is of ZeRO-3, and the other is not."""
+    """Raise `CheckpointError` if, of the engine (of ZeRO's `stage`) and a tag's folder, just one is of ZeRO-3."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
+    # For each model's file whether it has the number of a rank in its name, as with ZeRO-3; empty without files.
     are_of_stage_3 = {name.startswith("zero_pp_rank_") for name in names if name.endswith("_model_states.pt")}
     if are_of_stage_3 and (stage == 3) not in are_of_stage_3:
         raise CheckpointError(
@@ -896,7 +1010,7 @@ def _check_whole(folder: str, needed: Sequence[str]) -> None:
     """Raise `CheckpointError` if the save of a tag has not ended, or one of the needed paths is not there."""
 
     def is_there(path: str) -> bool:
-        """Return whether a file or folder is there, by its name or by that which old versions gave it."""
+        """Return whether a file or folder is there, by its name or by the one that older DeepSpeeds gave it."""
         return os.path.exists(path) or os.path.exists(path.replace("_optim_states.pt", "optim_states.pt"))
 
     is_begun = mark_of(folder) is Mark.BEGUN
@@ -917,22 +1031,23 @@ def _check_whole(folder: str, needed: Sequence[str]) -> None:
 
 
 def _whole_tags(folder: str, but: str = "") -> str:
-    """Return, in words, which tags in a folder are marked as whole, but for one."""
+    """Return, as words for an error, which tags in a folder are marked as whole, without the tag `but`."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     whole = [name for name in names if name != but and mark_of(os.path.join(folder, name)) is Mark.WHOLE]
     return ", ".join(whole) or "none"
 
 
 def _state_in(path: str) -> tuple[set[str], list[int]]:
-    """Return what a rank's file has of each parameter beside the master, and elements of ZeRO-3's flat masters.
+    """Return of a rank's file the names of state tensors besides the master, and the sizes of its flat masters.
 
-    Both are empty where they cannot be read there.
+    The sizes, in elements, are of ZeRO-3 alone: [] with ZeRO-1 and 2. Both are empty where the file cannot be read.
     """
     with contextlib.suppress(Exception):  # DeepSpeed says what is wrong with a file; a stub refuses to be looked into
         part = torch.load(path, "meta", weights_only=False, mmap=True)[in_place.OPTIMIZERS[0]]
         saved = next(part[name] for name in in_place.OPTIMIZERS if name in part)
         states = saved["state"].values() if isinstance(saved, dict) else saved  # a list if it is "elastic"
-        masters = part.get(in_place.MASTERS[0], ())  # ZeRO-1 and 2 pad, and their models' files tell other models
+        # Not those of ZeRO-1 and 2, which are padded. There the model's file shows whether the model is another one.
+        masters = part.get(in_place.MASTERS[0], ())
         return {name for state in states for name in state} - {"step"}, [master.numel() for master in masters]
     return set(), []
 

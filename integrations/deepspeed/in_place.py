@@ -1,9 +1,10 @@
 """DeepSpeed's checkpoints whose state stays where it lies: a manifest in the tag's folder, in the place of a copy.
 
-The folder `offload` in a tag's is a checkpoint of the engines of all ranks. What else a rank's file of DeepSpeed's
-has, and where state belongs in it, is the `extra` of its manifest, a `Frame`. In the place of the rank's file there
-is a small one, a stub: it holds an `InPlace`, which refuses to be loaded as state, and names the engines' checkpoint,
-so that a stub is never taken for one of another checkpoint.
+The tag's folder has a folder `offload`, which is a checkpoint of the engines of all ranks. DeepSpeed alone would
+write a file for each rank. All that this file would have besides state, and where state belongs in it, is a `Frame`,
+which the rank's manifest has as `extra`: so the file can be made later. In its place there is a small file, a *stub*.
+It has an `InPlace`, which refuses to be loaded as state, and names the engines' checkpoint, so that a stub is never
+taken for one of another checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ FOLDER = "offload"
 
 MASTERS = "fp32_flat_groups", "single_partition_of_fp32_groups"
 OPTIMIZERS = "optimizer_state_dict", "base_optimizer_state"
-"""DeepSpeed's keys for masters, and for the torch optimizer's part; each of ZeRO-3, then of ZeRO-1 and 2."""
+"""DeepSpeed's keys, in the state of its optimizer, for masters and for the torch optimizer's state: of each pair the
+first is ZeRO-3's, the second that of ZeRO-1 and 2. `OPTIMIZERS[0]` is also the key in the file for all of that."""
 
 
 class InPlace:
@@ -52,7 +54,7 @@ class InPlace:
     __getitem__ = __contains__ = __iter__ = refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse a dict's methods; names with an underscore, which Python itself looks up, do not exist."""
+        """Refuse a dict's methods, as `get`; names with an underscore, which Python itself looks up, do not exist."""
         if name.startswith("_"):
             raise AttributeError(name)
         self.refuse()
@@ -60,13 +62,13 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Frame:
-    """One rank's file of DeepSpeed's, without the bytes of state.
+    """A rank's file of DeepSpeed's, without the bytes of state.
 
     Attributes:
         file: Its name in the tag's folder.
-        nbytes: Its size.
-        pieces: Where each state tensor of each piece of a parameter begins in the file, by name.
-        runs: First byte and number of bytes of each run that is not state.
+        nbytes: Its size, with state.
+        pieces: The byte of the file at which each state tensor of each piece begins, by names of piece and tensor.
+        runs: First byte and number of bytes of each run of bytes that are not state.
         content: The bytes of these runs, one after the other.
     """
 
@@ -78,14 +80,18 @@ class Frame:
 
     @classmethod
     def of(cls, path: str, name: str, pieces: dict[str, dict[str, int]], state: Sequence[tuple[int, int]]) -> Frame:
-        """Return the frame of a file that was saved with holes for state; for `name` and `pieces` see `Frame`.
+        """Return the frame of a file that was saved with holes for state.
 
-        `state` has the first byte of each state tensor, and the byte after its last.
+        Args:
+            path: Where the file is now.
+            name: Its final name.
+            pieces: See `Frame`.
+            state: For each state tensor its first byte in the file, and the byte after its last.
         """
         runs, content = [], b""
         size, done = os.path.getsize(path), 0  # bytes of the file, and those that were looked at
         with open(path, "rb") as file:
-            for first, end in [*sorted(state), (size, size)]:
+            for first, end in [*sorted(state), (size, size)]:  # the file's end, for the run after the last tensor
                 if first > done:
                     file.seek(done)
                     runs.append((done, first - done))
@@ -100,19 +106,19 @@ class Frame:
 
     @classmethod
     def decode(cls, encoded: bytes | None) -> Frame:
-        """Return the frame that was encoded.
+        """Return the frame that `encode` has made into bytes.
 
         Raises:
             CheckpointError: These bytes are no frame.
         """
-        head, _, content = (encoded or b"").partition(b"\n")
+        head, _, content = (encoded or b"").partition(b"\n")  # None: the manifest has no `extra`
         try:
             return cls(**json.loads(head), content=content)
         except (ValueError, TypeError) as cause:
             raise CheckpointError("it was not saved by DeepSpeed with offload") from cause
 
     def write(self, path: str) -> None:
-        """Write the file, with holes where state belongs."""
+        """Write the file to `path`, with holes where state belongs."""
         written_bytes = 0
         with open(path, "xb") as file:
             for first, nbytes in self.runs:
@@ -122,10 +128,14 @@ class Frame:
             file.truncate(self.nbytes)
 
     def without_state(self) -> dict[str, Any]:
-        """Return the optimizer's part of DeepSpeed's file, as if the optimizer had state of no parameter."""
+        """Return the optimizer's part of DeepSpeed's file, as if the optimizer had state of no parameter.
+
+        The file is made again with holes, and loaded by mapping it, so that the holes take no memory.
+        """
         with tempfile.TemporaryDirectory() as folder:
             self.write(path := os.path.join(folder, self.file))
             optimizer_part: dict[str, Any] = torch.load(path, "cpu", weights_only=False, mmap=True)[OPTIMIZERS[0]]
+        # Of each pair of keys the part has one, by the stage that saved it.
         optimizer_part.update((name, []) for name in MASTERS if name in optimizer_part)
         for name in OPTIMIZERS:
             if name in optimizer_part:
@@ -134,12 +144,13 @@ class Frame:
 
 
 def write_stub(path: str, id: str) -> None:
-    """Write a stub, the file with DeepSpeed's name."""
+    """Write a stub to `path`, in the place of a rank's file; `id` is that of the engines' checkpoint."""
     torch.save({OPTIMIZERS[0]: InPlace(id)}, path)
 
 
 def read_stub(path: str) -> str | None:
     """Return the id of the checkpoint that a stub names; None if the file is no stub."""
+    # An error shows that the file is no stub: `weights_only` refuses other classes, and runs no code of the file.
     with contextlib.suppress(Exception), torch.serialization.safe_globals([InPlace]):
         stub = torch.load(path, "cpu", weights_only=True)[OPTIMIZERS[0]]
         return stub.id if isinstance(stub, InPlace) else None

@@ -14,14 +14,14 @@ _T = TypeVar("_T")
 
 
 def exchange_device(group: Any) -> torch.device:
-    """Return the device on which a group's backend exchanges numbers."""
+    """Return the device of tensors that a group's backend exchanges: the CPU with gloo, else the accelerator."""
     if "gloo" in torch.distributed.get_backend(group):
         return torch.device("cpu")
     return torch.device(import_module("deepspeed.accelerator").get_accelerator().device_name())
 
 
 def max_over_ranks(number: int, group: Any) -> int:
-    """Return the greatest of all ranks' numbers."""
+    """Return the greatest of all ranks' numbers. Collective over `group`."""
     numbers = torch.tensor([number], dtype=torch.int64, device=exchange_device(group))
     torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=group)
     return int(numbers.item())
@@ -37,6 +37,7 @@ def on_all_ranks(work: Callable[[], _T], group: Any) -> _T:
         result = work()
     except Exception as caught:
         error = caught
+    # All ranks come here, and learn whether any of them has an error.
     if torch.distributed.get_world_size(group) > 1 and max_over_ranks(error is not None, group):
         error = error or SessionBrokenError("another rank could not do its part; its log says why")
     if error is not None:

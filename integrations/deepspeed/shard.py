@@ -4,9 +4,12 @@ DeepSpeed keeps a rank's part of the model as flat tensors, each a row of *piece
 The shard gives pieces to `offload.Engine` as parameters, takes in their gradients (`gradients.py` says where they are
 kept), remembers which pieces have one, and updates all of those in one step.
 
+A *window* is the time between two steps, in which gradients arrive. It begins with the first gradient, and is closed
+at the end of a step; until the next one begins, the gradients of the last window can still be read.
+
 Invariants:
   * a piece takes part in a step if and only if a gradient has arrived since the last one;
-  * the first gradient of a window (the time between two steps) replaces the last window's, later ones are added;
+  * the first gradient of a window replaces the last window's, later ones are added;
   * padding that DeepSpeed adds to a flat tensor has no state here and reads as zero.
 
 Not here: reductions, gathering of weights, loss scale (DeepSpeed's).
@@ -88,7 +91,8 @@ class Shard:
         self.pieces = tuple(pieces)
         self.index = {piece.name: number for number, piece in enumerate(self.pieces)}
         self.weights = list(weights)
-        self._arrived: dict[int, None] = {}  # pieces with a gradient of this window, or of the last
+        # Numbers of the pieces that have a gradient of the open window or, if none is open, of the last one.
+        self._arrived: dict[int, None] = {}
         self._is_window_open = False
         codes = [DtypeCode.of(weight.dtype) for weight in self.weights]
         parameters = [
@@ -100,7 +104,8 @@ class Shard:
         sums = "float32" if gradient_dtype is torch.float32 else "parameter"
         config = dataclasses.replace(config, gradient_dtype=sums)
         if not in_slots:
-            # DeepSpeed needs the state before a first backward pass could show how much memory it leaves free.
+            # DeepSpeed needs the state before a first backward pass could show how much memory it leaves free. Not
+            # `keep_grads`: gradients are given to the engine as they arrive, and DeepSpeed does not keep them.
             config = dataclasses.replace(config.opened_early(), keep_grads=False)
         dtypes = [gradient_dtype or weight.dtype for weight in weights]
         in_transit: list[int] = []  # sizes of the gradients that are copied to slots through pinned memory
@@ -110,7 +115,7 @@ class Shard:
         self.engine = Engine(
             parameters, config, gradient_slots=in_slots, device=device, among=among, rule=rule, passing_bytes=passing
         )
-        weights_device = weights[0].device if weights else torch.device("cpu")
+        weights_device = weights[0].device if weights else torch.device("cpu")  # all are on one device
         common = self.pieces, self.engine, weights_device, dtypes
         self.gradients = SlotGradients(*common) if in_slots else ArrivingGradients(*common, reads_later=reads_later)
         self._bind_weights()
@@ -118,7 +123,8 @@ class Shard:
     def read_by_updates(self) -> list[torch.Tensor] | None:
         """Return the memory that updates during backward read: gradients, and fp32 weights, which are masters.
 
-        None if weights were moved since they were bound.
+        The engine keeps these tensors alive until the step. None if weights were moved since they were bound: then
+        nothing is updated in this backward pass.
         """
         if self._bound_at != [weight.data_ptr() for weight in self.weights]:
             return None
@@ -126,7 +132,7 @@ class Shard:
         return [*self.gradients.kept, *masters]
 
     def _bind_weights(self) -> None:
-        """Tell the engine where each piece's weights are now."""
+        """Tell the engine at which address each piece's weights lie now."""
         self._bound_at = [weight.data_ptr() for weight in self.weights]
         for number, piece in enumerate(self.pieces):
             weight = self.weights[piece.flat]
@@ -146,22 +152,28 @@ class Shard:
         self._arrived[number] = None
 
     def lend_sum(self, number: int) -> torch.Tensor:
-        """Return the memory in which a piece's gradients of this window are summed; the caller adds one to it."""
+        """Return the memory in which a piece's gradients of this window are summed; the caller adds a gradient to it.
+
+        It is zeros if none has arrived in this window.
+        """
         self._begin_window_if_none()
         slot: torch.Tensor = self.gradients.lend(number, None, arrived=number in self._arrived)
-        self.note_changed(number)
+        self.note_changed(number)  # already now, as the caller does not say when it has added
         return slot
 
     def note_changed(self, number: int, *, gathered: bool = False) -> None:
-        """Note that a piece has a gradient, or that the one it has was changed in place."""
-        self._begin_window_if_none(number)
+        """Note that a piece has a gradient, or that the one it has was changed in place.
+
+        `gathered` is whether its norm is to be taken now, as no more of it is expected before the step.
+        """
+        self._begin_window_if_none(number)  # the caller may have written to it before, as `lend_gradient` allows
         self._arrived[number] = None
         self.gradients.note_changed(number, gathered=gathered)
 
     def _begin_window_if_none(self, lent: int | None = None) -> None:
         """Begin a window if none is open: wait for a pending step, and forget the gradients of the last window.
 
-        That of the piece `lent` is kept: a caller of `lend_gradient` has just written to it.
+        The gradient of the piece number `lent` is kept: a caller of `lend_gradient` may have written to it since.
         """
         if not self._is_window_open:
             self.engine.finish()  # a pending step reads the gradients that the next ones overwrite
@@ -170,16 +182,22 @@ class Shard:
             self._is_window_open = True  # last: after an interrupt all of this is repeated
 
     def close_window(self) -> None:
-        """End a window: gradients were used or dropped, but can be read until the next ones arrive."""
+        """Close the window: a step has used its gradients, or drops them. They can be read until more arrive.
+
+        Updates in backward that no step has confirmed are revoked. With `gradient_memory` the gradients cannot be
+        read any more.
+        """
         self.gradients.settle()  # a copy of a dropped gradient must not end after one of the next
         self._is_window_open = False
         self.gradients.end()
         self.engine.gradients.drop()
 
     def lend_gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
-        """Wait for a pending step; return a piece's gradient to a caller who may write to it: it counts as changed.
+        """Return a piece's gradient to a caller that may write to it, after waiting for a pending step.
 
-        A piece without a gradient in this window (or, between windows, in the last one) reads as zero.
+        A gradient of the open window counts as changed. A piece without a gradient in this window (or, if none is
+        open, in the last one) has zeros. `numel` is how many elements, those beyond the piece being padding; None for
+        the piece's own.
         """
         self.engine.finish()  # as in `_begin_window_if_none`
         arrived = number in self._arrived
@@ -215,14 +233,14 @@ class Shard:
         Args:
             groups: Hyperparameters, by group.
             factor: An fp32 number by which gradients are multiplied first: it unscales them, and clips.
-            loss_scale: A factor of 1 / `loss_scale` means that nothing is clipped; it is expected for the next step.
-            order: Position of each piece in the order in which callers wait for them, pieces without one first; this
-                returns when the step has begun. None: when the step is over.
+            loss_scale: The loss scale. If `factor` is 1 / `loss_scale`, nothing is clipped.
+            order: By number, the position of each piece in the order in which callers wait for them, pieces without
+                one first. Given an order, this returns when the step has begun; with None, when it is over.
         """
         self.gradients.settle()
-        self._bind_weights()
-        # The engine confirms an update made in backward if the step's `scale` and `clip` are those that it had:
-        # `loss_scale` and 1. A factor that clips as well is all given as `clip`.
+        self._bind_weights()  # anew, as DeepSpeed may have moved them
+        # The engine divides gradients by `scale`, then multiplies them by `clip`. Updates in backward had the loss
+        # scale and 1, and are confirmed only if the step has the same. A factor that clips, too, is given as `clip`.
         is_clipped = factor != float(np.float32(1.0 / loss_scale))
         scale, clip = (1.0, factor) if is_clipped else (loss_scale, 1.0)
         if order is None:
@@ -230,24 +248,28 @@ class Shard:
             self.engine.finish(on_gpu=True)  # ZeRO-3 gathers weights on a stream that waits for no other
             return
         active = sorted(self.active, key=lambda number: order.get(number, -1))
+        # What the step reads and writes while it goes on: the engine keeps it alive.
         memory = [*(weight.detach() for weight in self.weights), *self.gradients.kept]
         self.engine.step(groups, scale=scale, clip=clip, active=active, pending=memory)
 
     def reload_masters(self) -> None:
-        """Take the masters from the weights; the moments are unchanged."""
+        """Have the next update, or save, take the masters from the weights; the moments are unchanged.
+
+        Reads of state show these masters at once.
+        """
         self._bind_weights()
         for number in range(len(self.pieces)):
             self.engine.reload_master(number)
 
     def forget_used_gradients(self) -> None:
-        """Forget gradients that a step has used, or that were thrown away, unless they lie in slots."""
+        """Forget the gradients of the last window, if none is open, so that memory besides slots can be freed."""
         if not self._is_window_open:
-            self.gradients.begin(None)
+            self.gradients.begin(None)  # as when the next window begins, which forgets them again
 
     # State in memory
 
     def read(self, number: int, name: str, numel: int) -> torch.Tensor:
-        """Return a state tensor of one piece: fp32, on the CPU, with zeros up to `numel` elements."""
+        """Return a copy of a state tensor of one piece: fp32, on the CPU, padded with zeros to `numel` elements."""
         state = torch.zeros(numel, dtype=torch.float32, device="cpu")
         state[: self.pieces[number].numel] = self.engine.state.read([number])[0][name]
         return state
@@ -255,14 +277,18 @@ class Shard:
     def write(self, number: int, name: str, value: torch.Tensor) -> None:
         """Replace a state tensor of one piece; elements of `value` beyond the piece are padding."""
         flat = value.detach().reshape(-1)[: self.pieces[number].numel].to("cpu", torch.float32)
-        self.engine.state.write({number: {name: flat}}, weights=False)  # weights follow with the next step, as there
+        # As in DeepSpeed, the weights follow with the next step.
+        self.engine.state.write({number: {name: flat}}, weights=False)
 
     def steps(self) -> dict[str, int]:
         """Return the number of updates of each piece by name."""
         return {piece.name: self.engine.step_count(number) for number, piece in enumerate(self.pieces)}
 
     def _flat_states(self, tensors: Sequence[torch.Tensor]) -> list[FlatState]:
-        """Group tensors, one for each state tensor of each flat tensor in order, into the states of flat tensors."""
+        """Return the states of flat tensors, given a list of tensors: those of the first flat tensor, then the next.
+
+        Each flat tensor has one state tensor for each of `names`, in that order.
+        """
         count = len(self.names)
         rows = (tensors[count * flat : count * (flat + 1)] for flat in range(len(self.weights)))
         states = [FlatState(dict(zip(self.names, row, strict=True)), 0) for row in rows]
@@ -272,28 +298,34 @@ class Shard:
 
     @property
     def _state_numels(self) -> list[int]:
-        """The number of elements of each state tensor of each flat tensor, in order."""
+        """The numbers of elements of all state tensors, in the order of `_flat_states`."""
         return [weight.numel() for weight in self.weights for _ in self.names]
 
     def without_memory(self) -> list[FlatState]:
-        """Return state of all flat tensors that takes no memory, to be saved as holes."""
+        """Return placeholders for the state of all flat tensors: they take no memory, and are saved as holes."""
         return self._flat_states([*map(without_memory, self._state_numels)])
 
     def export(self) -> list[FlatState]:
-        """Return the state of all flat tensors, zeros where there is padding; see `offload.Engine`'s `state.read`."""
+        """Return a copy of the state of all flat tensors, zeros as padding; see `offload.Engine`'s `state.read`."""
         with contextlib.closing(copy := self.engine.state.new_copy(self._state_numels)):
 
             def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
-                """Copy a run of a piece's state to its place."""
+                """Copy a run of a piece's state, from the piece's element `first` on, to its place."""
                 piece = self.pieces[number]
                 for tensor_number, name in enumerate(self.names):
+                    # Tensors in the order of `_flat_states`.
                     copy.write(len(self.names) * piece.flat + tensor_number, piece.offset + first, views[name])
 
             self.engine.state.visit(take)
         return self._flat_states(copy.tensors)
 
     def load(self, states: Sequence[FlatState], steps: Mapping[str, int]) -> None:
-        """Replace all state by that of flat tensors; a piece that is not in `steps` has its flat tensor's count."""
+        """Replace all state.
+
+        Args:
+            states: The state of each flat tensor.
+            steps: Number of updates of pieces, by name; a piece that is not in it gets its flat tensor's.
+        """
         values: dict[int | str, dict[str, torch.Tensor]] = {}
         counts: dict[int | str, int] = {}
         for number, piece in enumerate(self.pieces):
@@ -306,10 +338,10 @@ class Shard:
         self.engine.state.write(values, counts, weights=False)  # DeepSpeed loads the weights
 
     def load_in_place(self, checkpoint: Any, rank: int, ranks: int) -> None:
-        """Go on from an engine's checkpoint, and make the weights; see `Checkpoints.load`."""
+        """Go on from a checkpoint of the engine, which also sets the weights; see `Checkpoints.load`."""
         self._bind_weights()
         self.engine.checkpoints.load(checkpoint, rank=rank, ranks=ranks)
-        self.engine.finish(on_gpu=True)
+        self.engine.finish(on_gpu=True)  # other streams may read the weights next
 
     def close(self) -> None:
         """Free memory and files; idempotent."""
@@ -317,7 +349,10 @@ class Shard:
 
 
 class LionGroups(torch.optim.Optimizer):
-    """Holds the groups of Lion for DeepSpeed, whose own are native; it is never stepped."""
+    """A torch optimizer that has Lion's parameter groups and is never stepped.
+
+    DeepSpeed is given it where a config names Lion, in place of DeepSpeed's own Lions, which are native code.
+    """
 
     def __init__(self, params: Any, **params_of_config: Any) -> None:
         super().__init__(params, {**LION.defaults, **params_of_config})

@@ -1,8 +1,12 @@
 """ZeRO-1 and ZeRO-2 whose optimizer state is the engine's.
 
-DeepSpeed has one flat tensor for each parameter group here and builds it in its constructor, so the masters that it
-makes are freed right after. From then on the flat "fp32" tensor is this rank's part of the weights themselves, so
-that the copies that `step()` makes from it to the weights change nothing.
+DeepSpeed has one flat tensor of weights for each parameter group; each rank updates its part of it, and has a copy of
+the rest. DeepSpeed's constructor makes a flat fp32 master of that part, which is freed right after. From then on its
+"master" is this rank's part of the weights itself, so that the copies that `step()` makes from it to the weights
+change nothing.
+
+A *piece* is this rank's run of one parameter. The pieces are numbered; `_numbers` has their numbers by the ids that
+DeepSpeed gives to parameters.
 """
 
 from __future__ import annotations
@@ -23,11 +27,11 @@ from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import FlatState, rule_of
 
 SAMPLES = 8
-"""Elements of each weight, less one, that are compared to notice a change that torch's version does not count."""
+"""Of each weight so many elements, and one more, are compared: torch's version counters miss some changes."""
 
 
 class WeightsFingerprint(NamedTuple):
-    """What tells whether weights have changed: address and torch's version of each, and some elements of all."""
+    """Shows whether weights have changed: address and torch's version of each, and sample elements of all."""
 
     places_and_versions: Sequence[tuple[int, int]] = ()
     samples: Sequence[torch.Tensor] = ()
@@ -36,7 +40,7 @@ class WeightsFingerprint(NamedTuple):
 class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]
     """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
-    _sampled_indexes: list[torch.Tensor] | None = None
+    _sampled_indexes: list[torch.Tensor] | None = None  # in each flat tensor of weights; None before the first use
     _noted_fingerprint = WeightsFingerprint()  # as it was when weights were rounded masters; empty if they are not
     _gathers: Gathers | None = None
     _skips_copy_and_gather = False  # whether DeepSpeed's step is under way, without its copy and gather of weights
@@ -51,13 +55,16 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             self._gathers.hook_model(model)
 
     def step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Make DeepSpeed's step; if it may go on into forward, without its gathers: `Gathers` gathers new weights."""
+        """Make DeepSpeed's step; if it may go on into forward, without DeepSpeed's copy and gather of new weights.
+
+        `Gathers` then gathers them during the next forward pass.
+        """
         if self._gathers is None:
             return super().step(*arguments, **keywords)
         self.finish()
-        self._end_lending()
-        # DeepSpeed copies new weights from masters, which are the weights themselves here, and gathers them: its
-        # lists hold empty tensors meanwhile, so that it does neither.
+        self._end_lending()  # here, as it reads the lists that are replaced below
+        # DeepSpeed copies new weights from masters, through buffers, and gathers all flat tensors. Meanwhile its
+        # lists have empty tensors to copy, and no flat tensor to gather, so that it does neither.
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         empty_masters = [nothing for _ in self._flats]
         empty_parts = [[nothing for _ in parts] for parts in self.parallel_partitioned_bit16_groups]
@@ -77,7 +84,10 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             self.__dict__.update(kept)
 
     def _update_model_bit16_weights(self, group_index: int) -> None:
-        """Point parameters into the flat weights, as DeepSpeed does; not in `step`, as the engine writes in place."""
+        """Point parameters into the flat weights, as DeepSpeed does; not in a `step` that goes on into forward.
+
+        There they already point to these weights, which the engine writes in place.
+        """
         if not self._skips_copy_and_gather:
             super()._update_model_bit16_weights(group_index)
 
@@ -89,7 +99,10 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             self._gathers.begin(active)
 
     def _take_use_order(self) -> Mapping[int, int] | None:
-        """Return the order that all ranks have agreed on, if steps may go on into forward. Collective."""
+        """Return, by its number, each piece's position in the order that all ranks agree on. Collective.
+
+        None if steps do not go on into forward.
+        """
         return None if self._gathers is None else self._gathers.agree_on_order()
 
     def finish(self) -> None:
@@ -111,15 +124,17 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return itertools.chain.from_iterable(self.bit16_groups)
 
     def initialize_optimizer_states(self) -> None:
-        """Make the shard, in place of moments and fp32 gradients."""
+        """Make the shard. DeepSpeed would make moments and fp32 gradients here."""
         pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}
         for flat, parameters in enumerate(self.params_in_partition):
             for parameter in parameters:
                 identity = self.get_param_id(parameter)
+                # Group, first element in the parameter, place in this rank's part of the flat tensor, and size.
                 _, start, offset, numel = self.grad_position[identity]
                 self._numbers[identity] = len(pieces)
                 whole, shape = parameter.numel(), tuple(parameter.shape)
+                # `flat` is the number of the parameter group, too.
                 pieces.append(Piece(self._names[parameter], flat, offset, numel, flat, start, whole, shape))
         weights = self._own_weights()
         self._flats = self.single_partition_of_fp32_groups
@@ -127,7 +142,8 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         for flat in self._flats:
             flat.data = torch.empty(0, dtype=torch.float32, device="cpu")
         buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
-        buffers.clear()  # through these DeepSpeed would copy masters to weights
+        # DeepSpeed copies masters to weights through these buffers. They become the weights themselves below.
+        buffers.clear()
         dtype = self.gradient_accumulation_dtype
         rule = rule_of(self.optimizer)
         self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group, dtype, rule)
@@ -145,14 +161,17 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         ]
 
     def _release_weights(self) -> None:
-        """Drop references to weights, those that stand for masters and buffers included."""
+        """Drop all references to this rank's part of the weights, which also stands for masters and buffers.
+
+        A flat "master" stays as a tensor of no elements.
+        """
         super()._release_weights()
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         for flat in self._flats:
             flat.data = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def _rebind_weights(self) -> None:
-        """Note where this rank's parts of the weights are now, wherever one is kept."""
+        """Note where this rank's parts of the weights are now, wherever there is a reference to one."""
         self.shard.weights[:] = self._own_weights()
         self.param_buffer_of_bit16_for_cpu_offload_groups[:] = self.shard.weights
         if self._gathers is not None:
@@ -161,12 +180,12 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     @property
     def flat_weights(self) -> Sequence[torch.Tensor]:
-        """All weights, of which this rank has a copy."""
+        """The flat tensors of all weights: this rank has a copy of other ranks' parts, too."""
         flats: Sequence[torch.Tensor] = self.bit16_groups_flat
         return flats
 
     def note_weights_are_rounded_masters(self) -> None:
-        """Note that weights equal their rounded masters, with their fingerprint."""
+        """Note, by their fingerprint, that the weights equal their rounded masters now; see `unchanged_weights`."""
         if self._gathers is None:  # else a step may still be writing them
             self._noted_fingerprint = self._fingerprint_weights()
 
@@ -179,11 +198,16 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return [weight.data for weights in self.bit16_groups for weight in weights]
 
     def _fingerprint_weights(self) -> WeightsFingerprint:
-        """Return the weights' fingerprint now; the elements are evenly spread over each weight."""
+        """Return the fingerprint of the weights as they are now.
+
+        Its samples are `SAMPLES` + 1 elements of each weight, evenly spread from the first one to the last. Where
+        these lie in the flat tensors is computed once, and kept.
+        """
         places_and_versions = [
             (weight.data_ptr(), weight._version) for weights in self.bit16_groups for weight in weights
         ]
         if self._sampled_indexes is None:
+            # For each flat tensor: a weight's first element in it, plus an even step from sample to sample.
             self._sampled_indexes = [
                 torch.tensor(
                     [
@@ -202,7 +226,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return WeightsFingerprint(places_and_versions, samples)
 
     def restore_placeholders(self) -> None:
-        """Make each flat "master" this rank's part of the weights, and the one parameter of its group."""
+        """Make each flat "master" this rank's part of the weights again, and the one parameter of its group."""
         for flat, weight, group in zip(self._flats, self.shard.weights, self.optimizer.param_groups, strict=True):
             flat.data = weight
             group["params"] = [flat]
@@ -213,11 +237,11 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         """Lend state, and let DeepSpeed link parameters to it: its checkpoints go by these links."""
         super()._lend_state(states)
         super()._link_all_hp_params()
-        self._hp_optimizer_states_linked = False
+        self._hp_optimizer_states_linked = False  # else DeepSpeed does not link moments, as it has done so before
         self._lazy_init_hp_params_optimizer_state()
 
     def _get_offload_gradient_dict(self) -> None:
-        """Set the dictionary of gradients in which DeepSpeed looks for `safe_get_full_grad`, by flat tensor."""
+        """Fill `offload_gradient_dict`, in which DeepSpeed's `safe_get_full_grad` finds gradients, by flat tensor."""
         for flat, parameters in enumerate(self.params_in_partition):
             self.offload_gradient_dict[flat] = [
                 self.shard.gradient(self._numbers[self.get_param_id(parameter)]) for parameter in parameters
@@ -226,16 +250,18 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # Gradients
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
-        """Return whether DeepSpeed (since 0.19) adds reductions in fp32 to what the next method returns."""
-        uses_buffer = getattr(super(), "_use_compact_grad_partition_buffer", None)
+        """Return whether DeepSpeed (since 0.19) adds reduced fp32 gradients to what the next method returns."""
+        uses_buffer = getattr(super(), "_use_compact_grad_partition_buffer", None)  # None before 0.19
         return uses_buffer is not None and bool(uses_buffer(group_idx))
 
     def _get_compact_grad_partition_slice(
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> torch.Tensor | None:
-        """Return what a reduction in fp32 is added to: the gradient's slot, or a sum that the shard is given later.
+        """Return the memory to which DeepSpeed adds a gradient that it has reduced in fp32.
 
-        None for a part of another rank, and where DeepSpeed does not reduce in this way.
+        That is the gradient's slot, if the weights are in host memory and gradients have slots there; else a sum on
+        the weights' device, which `copy_grads_in_partition` gives to the shard. None for another rank's part, and
+        where DeepSpeed does not reduce in this way.
         """
         is_own = partition_id == torch.distributed.get_rank(group=self.real_dp_process_group[group_idx])
         if not is_own or not self._use_compact_grad_partition_buffer(group_idx):
@@ -265,7 +291,10 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         self.clear_grad_attribute(param)
 
     def scaled_global_norm(self, norm_type: int = 2) -> Any:
-        """Return the norm of all gradients of all ranks."""
+        """Return the norm of all gradients of all ranks. Collective.
+
+        DeepSpeed combines the norms in `norm_for_param_grads`, which this sets.
+        """
         norms = self._norms()
         self.norm_for_param_grads = {
             identity: norms[name]
@@ -277,7 +306,10 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # The update
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
-        """Have DeepSpeed apply its factor to one element, which shows it; the update applies it to all gradients."""
+        """Note the factor by which DeepSpeed unscales and clips gradients: the engine's update applies it to all.
+
+        DeepSpeed does not return the factor, so it is given a gradient of one element, a 1, which it multiplies.
+        """
         probe = torch.ones(1, dtype=torch.float32, device="cpu")
         super().unscale_and_clip_grads([probe], total_norm)
         self._gradient_factor = float(probe)
@@ -299,12 +331,12 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         with self._with_state_lent() as states:
             state: dict[str, Any] = super().state_dict()
             key = "single_partition_of_fp32_groups"
-            state[key] = [master.detach() for master in state[key]]  # which are views of tensors in a graph
+            state[key] = [master.detach() for master in state[key]]  # views of masters that require a gradient
         saved: dict[str, Any] = self._add_steps(state, states)
         return saved
 
     def _load_global_state(self, sd: Mapping[str, Any]) -> None:
-        """Note the step counts in a file, and load what is no tensor's."""
+        """Note the step counts in a file; then load the loss scale and such values, as DeepSpeed does."""
         self._saved_steps = sd.get(STEPS)
         super()._load_global_state(sd)
 
@@ -315,7 +347,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         load = super().load_state_dict
         rank = torch.distributed.get_rank(group=self.dp_process_group)
         if state_dict_list is not None and isinstance(state_dict_list[rank], InPlace):
-            # DeepSpeed indexes this list by its rank; it loads in place only with optimizer states, hence True.
+            # DeepSpeed takes its rank's item from the list. A stub is loaded only with optimizer states, hence True.
             self._load_in_place(
                 state_dict_list[rank], lambda rest: load([rest] * (rank + 1), True, *arguments, **keywords)
             )
@@ -334,7 +366,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         super()._link_all_hp_params()
         for parameters in self.params_in_partition:
             for parameter in parameters:
-                if parameter._hp_mapping is None:
+                if parameter._hp_mapping is None:  # DeepSpeed has found no element of it in this rank's part
                     continue
                 number = self._numbers[self.get_param_id(parameter)]
                 mapping = parameter._hp_mapping
@@ -344,7 +376,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 parameter.set_full_hp_grad = types.MethodType(self._make_gradient_writer(number), parameter)
 
     def _make_reader(self, number: int) -> Callable[..., torch.Tensor]:
-        """Return what reads a piece's master or moment, in the place of the method of DeepSpeed's mapping."""
+        """Return a function that reads a piece's master or moment: it replaces a method of DeepSpeed's mapping."""
 
         def get_hp_fragment(optim_state_key: str | None = None) -> torch.Tensor:
             numel = self.shard.pieces[number].numel
@@ -354,7 +386,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return get_hp_fragment
 
     def _make_gradient_reader(self, number: int) -> Callable[[int], torch.Tensor]:
-        """Return what returns a piece's gradient, in the place of the method of DeepSpeed's mapping."""
+        """Return a function that returns a piece's gradient: it replaces a method of DeepSpeed's mapping."""
 
         def get_lp_grad_fragment(index_in_param_group: int) -> torch.Tensor:
             gradient: torch.Tensor = self.shard.lend_gradient(number)
@@ -363,21 +395,24 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         return get_lp_grad_fragment
 
     def _make_writer(self, number: int) -> Callable[..., None]:
-        """Return what sets a piece's master or moment from its parameter's full value: a parameter's method."""
+        """Return a parameter's method that sets a piece's master or moment from the full value of the parameter."""
 
         def set_full_hp_param(parameter: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+            # Where this rank's run of the parameter begins in it, and its number of elements.
             address = parameter._hp_mapping.lp_fragment_address
             fragment = value.reshape(-1).narrow(0, address.start, address.numel)
-            self._noted_fingerprint = WeightsFingerprint()  # the weight differs from the master until the next step
+            # If a master is set, its weight differs from it until the next step. Setting a moment, which changes no
+            # master, is not told apart.
+            self._noted_fingerprint = WeightsFingerprint()
             self.shard.write(number, optim_state_key or "master", fragment)
 
         return set_full_hp_param
 
     def _make_gradient_writer(self, number: int) -> Callable[..., None]:
-        """Return what sets a piece's gradient as DeepSpeed does, and notes that: a parameter's method."""
+        """Return a parameter's method that sets a piece's gradient as DeepSpeed does, and tells the shard."""
 
         def write(parameter: Any, value: torch.Tensor) -> None:
-            set_full_hp_grad(parameter, value)
+            set_full_hp_grad(parameter, value)  # writes to what `get_lp_grad_fragment` lends
             self.shard.note_changed(number)
 
         return write

@@ -1,7 +1,11 @@
 """ZeRO-3 whose optimizer state is the engine's.
 
-Overridden is where state is created, where gradients land, and the update; `step()` is DeepSpeed's own. Its loop over
-subgroups gives ticks: the first runs the engine's step over everything, in the engine's order.
+Overridden are the methods that create state, accept gradients, and update; `step()` is DeepSpeed's own. It calls
+`_optimizer_step` for each of DeepSpeed's subgroups: the first call runs the engine's step over everything, in the
+engine's order, and the others do nothing.
+
+DeepSpeed has one flat tensor for each of its subgroups. A *piece* is this rank's run of one parameter in it. The
+pieces are numbered; `_numbers` has their numbers by the ids of their parameters.
 """
 
 from __future__ import annotations
@@ -25,12 +29,19 @@ from offload.weights.partitions import Partitions
 def wait_before_gather(
     optimizer: weakref.ref[OffloadedStage3], parameter: Any, gather: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Wrap a parameter's method that gathers parameters: first wait until the last step has updated them."""
+    """Return a wrapper of a parameter's method `gather`, which gathers parameters: it first waits for their update.
+
+    That is until the optimizer's last step has updated this rank's parts of them.
+    """
 
     @functools.wraps(gather)
     def gather_updated(parameters: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        """Gather given parameters, or this one; they may be an iterator, which is read only once."""
-        names = [name for name in ("param_list", "params") if keywords.get(name) is not None]  # each has its own
+        """Gather the parameters that are given, by position or keyword, or else this one.
+
+        They may be an iterator, which can be read only once, so `gather` is given a list of them.
+        """
+        # The keyword under which they are given: the two methods that are wrapped have different ones.
+        names = [name for name in ("param_list", "params") if keywords.get(name) is not None]
         given = keywords[names[0]] if names else parameters
         if given is None or isinstance(given, torch.Tensor):
             listed = [parameter if given is None else given]
@@ -55,9 +66,9 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     fp16_groups: list[Any]
 
     def __init__(self, *arguments: Any, weights_file: Partitions | None, **keywords: Any) -> None:
-        self._weights_file = weights_file
+        self._weights_file = weights_file  # None if weights lie in memory; the constructor moves them to the file
         super().__init__(*arguments, **keywords)
-        self._used: dict[int, None] = {}  # pieces, in the order of their gathering since the last step
+        self._used: dict[int, None] = {}  # pieces' numbers, in the order of first use since the last step
         if self._weights_file is not None:
             self._weights_file.use_layers(self.module, lambda parameter: parameter.ds_tensor)
         if self.may_overlap_forward or self._weights_file is not None:
@@ -81,7 +92,10 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         return bool(self.may_overlap_forward and self._auto.goes_on)
 
     def before_gather(self, parameters: Sequence[Any]) -> None:
-        """Wait until this rank's parts of some parameters are updated and in memory; note the order of their use."""
+        """Wait until this rank's parts of some parameters are updated and in memory; note the order of their use.
+
+        The next step updates pieces in this order.
+        """
         numbers_or_none = (self._numbers.get(parameter.ds_id) for parameter in parameters)  # None: frozen
         numbers = [number for number in numbers_or_none if number is not None]
         self._used.update(dict.fromkeys(numbers))
@@ -91,7 +105,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self._weights_file.begin(parameter.ds_tensor for parameter in parameters)
 
     def _take_use_order(self) -> Mapping[int, int] | None:
-        """Return each piece's position in the order of use since the last step; forget that order.
+        """Return, by its number, each piece's position in the order of use since the last step; forget that order.
 
         None if the step does not go on into the next forward pass.
         """
@@ -101,10 +115,13 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         return {number: position for position, number in enumerate(used)}
 
     def _post_step(self, *arguments: Any, **keywords: Any) -> None:
-        """End a step. If it goes on into forward, persistent parameters are gathered there, by their modules."""
+        """End a step as DeepSpeed does, which gathers persistent parameters: small ones that each rank keeps whole.
+
+        If the step goes on into forward, their modules gather them there, as DeepSpeed is shown none.
+        """
         persistent = self.persistent_parameters
         if self._overlaps_forward:
-            self.persistent_parameters = []  # small ones lie in all subgroups: all would be waited for
+            self.persistent_parameters = []  # they lie in all subgroups, so that the whole step would be waited for
         try:
             super()._post_step(*arguments, **keywords)
         finally:
@@ -123,6 +140,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             numel = sum(parameter.partition_numel() for parameter in group["params"])
             self.param_groups_fp16_flat_cpu_memory.append(self._weights_file.allocate(numel, self.dtype))
         for parameter in self.module.parameters():
+            # DeepSpeed itself moves the parts of trained weights. Parts that lie on a GPU stay there.
             if parameter not in trained and parameter.ds_tensor.is_cpu:
                 self._weights_file.move(parameter.ds_tensor)
 
@@ -134,7 +152,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _create_fp32_partitions(self) -> None:
         """Make the shard, and one-element placeholders for the flat masters that DeepSpeed would make here."""
-        # DeepSpeed's own method sets this, too.
+        # DeepSpeed's own method sets this, too: the device of each subgroup's master.
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_partitioned_groups_flat)), "cpu")
         pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}  # of pieces, by their parameters' ids
@@ -166,17 +184,18 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             rule_of(self.optimizer),
         )
         for param_group in self.optimizer.param_groups:
-            param_group["params"] = []  # as DeepSpeed does here
+            param_group["params"] = []  # as DeepSpeed's own method does
 
     def _setup_for_real_optimizer(self) -> None:
-        """Set up as DeepSpeed does, which calls `initialize_optimizer_states`; then show the groups again."""
+        """Set up as DeepSpeed does, then show the groups that `initialize_optimizer_states` has hidden meanwhile."""
         super()._setup_for_real_optimizer()
         self.fp16_groups = self._hidden_fp16_groups
 
     def initialize_optimizer_states(self) -> None:
-        """Make no state: the engine's starts with zero moments, and there are no fp32 gradients.
+        """Make no state, as the engine has it; hide DeepSpeed's groups.
 
-        DeepSpeed makes a gradient buffer next, for its groups; they are hidden, as the engine has that memory.
+        DeepSpeed next makes a gradient buffer for its groups, of which it then sees none: gradients lie in memory of
+        the engine.
         """
         self._hidden_fp16_groups, self.fp16_groups = self.fp16_groups, []
 
@@ -199,7 +218,8 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             final = self._announce_arrival(number)
             if numel:  # else this rank has only padding of it
                 self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
-                if parameter.grad is not None and parameter.grad.device.type != "cpu":  # as DeepSpeed frees it
+                if parameter.grad is not None and parameter.grad.device.type != "cpu":
+                    # Freed below, as DeepSpeed does: its memory is not used again before this stream is done with it.
                     parameter.grad.record_stream(torch.accelerator.current_stream(parameter.grad.device))
             parameter.grad = None
 
@@ -207,12 +227,15 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         """Do nothing: gradients lie where the step reads them, and `_get_norm_groups` computes norms."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients and drop what has been accumulated, as DeepSpeed does."""
+        """Reset gradients and drop what has been accumulated, as DeepSpeed does; revoke updates made in backward."""
         super().zero_grad(set_to_none)
         self.shard.close_window()
 
     def _get_norm_groups(self) -> Any:
-        """Return what DeepSpeed does, with the engine's norms of this rank's gradients."""
+        """Return the norms of DeepSpeed's subgroups, computed by DeepSpeed from the engine's norms of gradients.
+
+        DeepSpeed reads these in `norm_for_param_grads`, which this sets.
+        """
         norms = self._norms()
         self.norm_for_param_grads = {
             self.get_param_id(parameter): norms[name]
@@ -225,8 +248,12 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     # The update
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
-        """Have DeepSpeed apply its factor to one element, which shows it; the update applies it to all gradients."""
-        if sub_group_id == 0:
+        """Note the factor by which DeepSpeed unscales and clips gradients: the engine's update applies it to all.
+
+        DeepSpeed does not return the factor, so it is given a gradient of one element, a 1, which it multiplies: that
+        of the first flat master, a placeholder.
+        """
+        if sub_group_id == 0:  # DeepSpeed calls this for each of its subgroups, with the same factor
             probe = self._flats[0]
             probe.grad = torch.ones_like(probe)
             super().unscale_and_clip_grads(0, total_norm)
@@ -244,7 +271,10 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self._weights_file.note_written()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """Do DeepSpeed's work after an update, but for its copy from masters: the engine has written weights."""
+        """Point parameters into the flat weights, as DeepSpeed does after the update of a subgroup.
+
+        DeepSpeed first copies masters to the weights. That is left out, as the engine has written weights.
+        """
         self._unflatten_partitioned_parameters(sub_group_id)
 
     # Checkpoints
@@ -294,7 +324,10 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
     ) -> tuple[torch.Tensor, int]:
-        """Return a copy of a state tensor of this rank's part; `_write_last_read_state` writes it when changed."""
+        """Return a copy of a state tensor of this rank's part, and the number of its subgroup.
+
+        DeepSpeed may change the copy, which `_write_last_read_state` then writes to the shard.
+        """
         number = self._number(param)
         state = self.shard.read(number, optim_state_key or "master", param.partition_numel())
         self._last_read_state = state

@@ -1,8 +1,11 @@
 """DeepSpeed's own checkpoint files, into which the engine's state is written without a copy of it in memory.
 
-DeepSpeed writes its files with holes where the state belongs; see `offload.checkpoint.torch_files`. The engine then
-writes each run of state to its place, in the order that suits it. Weights that equal their rounded masters are
-written in the same way, to the model's file.
+DeepSpeed writes its files with *holes*, unwritten ranges of bytes, where the state belongs; see
+`offload.checkpoint.torch_files`. The engine then writes each run of state to its place, in the order that suits it.
+Weights that equal their rounded masters are written in the same way, to the model's file.
+
+A shard's *pieces*, each this rank's run of one parameter, lie one after the other in *flat tensors*. State has one
+flat tensor of fp32 for each state tensor and each flat tensor of weights.
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ from offload.checkpoint.torch_files import (
 from offload.integrations.deepspeed.in_place import Frame
 from offload.integrations.deepspeed.shard import FlatState, Shard
 
-_ITEM_BYTES = 4
+_ITEM_BYTES = 4  # of an fp32 element
 
 WEIGHT = "weight"
 """What a checkpoint's `visit` calls masters that are rounded to the weights' type."""
 
 MOST_TRIALS = 100
-"""How often a folder is made that another rank deletes."""
+"""How often, at most, a rank makes a folder that other ranks delete."""
 
 COLUMNS = 4093
 """Number of sums in a digest: a prime, so that exchanging two rows of a weight changes the sums."""
@@ -42,14 +45,16 @@ COLUMNS = 4093
 
 def can_stream(checkpoint_engine: Any) -> bool:
     """Return whether a checkpoint engine of DeepSpeed's writes with `torch.save` to a zip file of its own."""
+    # No subclass: it may write in another way.
     return type(checkpoint_engine) is TorchCheckpointEngine and bool(checkpoint_engine.zipfile_serialization)
 
 
 @contextlib.contextmanager
 def writing_holes(checkpoint_engine: Any) -> Iterator[list[Any]]:
-    """Make a checkpoint engine write files with holes for tensors; yield the list of what it has saved.
+    """While this context lasts, have a checkpoint engine write files with holes for tensors; yield what it saves.
 
-    The callers then write each tensor to its hole, so that no copy of all of them is made in memory.
+    That is a list of the objects, one for each file. The caller then writes each tensor to its hole, so that no copy
+    of all of them is made in memory.
     """
     saved: list[Any] = []
 
@@ -62,20 +67,21 @@ def writing_holes(checkpoint_engine: Any) -> Iterator[list[Any]]:
     try:
         yield saved
     finally:
-        del checkpoint_engine.save
+        del checkpoint_engine.save  # the class's method shows again
 
 
 def in_its_folder(path: str, work: Callable[[], None]) -> None:
-    """Make the folder of a file, and do the work that puts the file there.
+    """Make the folder of the file `path`, and do the work that puts the file there.
 
-    Ranks share the folder, and each deletes it with its last file: it may go between the two, and is made again then.
+    Ranks share the folder, and each deletes it when it is empty. If another rank does so before the work has put the
+    file there, both are repeated.
     """
-    for left in reversed(range(MOST_TRIALS)):
+    for trials_left in reversed(range(MOST_TRIALS)):
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return work()
         except FileNotFoundError:
-            if not left:
+            if not trials_left:
                 raise
 
 
@@ -84,29 +90,34 @@ Starts = Mapping[str, Sequence[int | None]]
 
 
 def starts_of(places: Places, placeholders: Sequence[FlatState]) -> Starts | None:
-    """Return where state belongs in a file, given what `fill` has returned; None if a storage is not in the file.
+    """Return where state belongs in a file; None if that is unknown, as a placeholder of state is not in the file.
 
-    `placeholders` were saved in the place of the state, for each flat tensor of the shard.
+    Args:
+        places: What `fill` has returned for the file.
+        placeholders: What was saved in the place of state, for each flat tensor of the shard.
     """
     starts: dict[str, list[int | None]] = {name: [] for name in (placeholders[0].tensors if placeholders else ())}
     for name, flat_starts in starts.items():
         for tensor in (state.tensors[name] for state in placeholders):
             start = start_of(places, tensor)
-            if start is None and tensor.numel():
+            if start is None and tensor.numel():  # an empty tensor has no start
                 return None
             flat_starts.append(start)
     return starts
 
 
 def frame_of(path: str, name: str, starts: Starts, shard: Shard) -> Frame:
-    """Return the frame of a rank's file that was saved with holes for state; `name` is its name when it is whole."""
+    """Return the frame of a rank's file, which is at `path` and has holes for state; `name` is its final name."""
+    # First byte of each state tensor of each piece, by names.
     starts_by_piece = {
         piece.name: {
-            state_name: (flat_starts[piece.flat] or 0) + piece.offset * _ITEM_BYTES  # None: empty, so any will do
+            # A flat tensor without a start is empty, so that any start will do.
+            state_name: (flat_starts[piece.flat] or 0) + piece.offset * _ITEM_BYTES
             for state_name, flat_starts in starts.items()
         }
         for piece in shard.pieces
     }
+    # First byte of each flat tensor of state, which has as many elements as that of weights; the byte after its last.
     state_bounds = [
         (start, start + weight.numel() * _ITEM_BYTES)
         for flat_starts in starts.values()
@@ -117,20 +128,22 @@ def frame_of(path: str, name: str, starts: Starts, shard: Shard) -> Frame:
 
 
 Take = Callable[[int, int, Mapping[str, torch.Tensor]], None]
-"""Called with a run of a piece's state; see `offload.Engine`'s `state.visit`."""
+"""A function that is called with a run of a piece's state: the piece's number, the run's first element in it, and the
+run of each state tensor by name; see `offload.Engine`'s `state.visit`."""
 
 
 def write_state(files: Mapping[str, Starts], shard: Shard, visit: Callable[[Take, Sequence[str]], None]) -> None:
     """Write state, and rounded weights, into the holes of files.
 
     Args:
-        files: Where tensors belong in each file, by its path.
-        visit: Calls a function with each run of the named tensors; see `Take`.
+        files: By a file's path, where tensors belong in it.
+        visit: Is given a function and names of tensors; it calls the function with each run of these. See `Take`.
 
     Raises:
         OSError: If a file cannot be written; the state is unharmed.
     """
     with contextlib.ExitStack() as opened:
+        # For each tensor that a file has holes for: the open file, the tensor's name, its starts by flat tensor.
         targets = [
             (opened.enter_context(writable(path)), name, files[path][name]) for path in files for name in files[path]
         ]
@@ -150,10 +163,10 @@ class SharedModel:
     """A model's file into which each rank writes its rounded masters as weights.
 
     Attributes:
-        path: Its name when it is whole.
-        starts: Where this rank's part of each flat tensor of weights begins, None for one that the file does not
-            have; empty if the file has all weights.
-        digests: Digests of these parts as they were when they were to be saved.
+        path: Its path when it is whole.
+        starts: The byte at which this rank's part of each flat tensor of weights begins, None for one that the file
+            does not have; empty if the file has all weights already.
+        digests: Digests of these parts of the weights, made when the save began.
     """
 
     path: str
@@ -161,9 +174,11 @@ class SharedModel:
     digests: Sequence[torch.Tensor] = ()
 
     def is_written(self, path: str, weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether this rank's part in a file equals, by its digests, the weights that were to be saved.
+        """Return whether this rank's part in a file equals, by its digests, the weights as the save began.
 
-        Of `weights`, this rank's part of each flat tensor, the sizes alone are used.
+        Args:
+            path: The file's path.
+            weights: This rank's part of each flat tensor of weights, of which only the size is used.
         """
         with open(path, "rb") as file:
             for start, weight, saved in zip(self.starts, weights, self.digests, strict=True):
@@ -179,7 +194,7 @@ class SharedModel:
 
 
 def write_weights(path: str, starts: Sequence[int | None], weights: Sequence[torch.Tensor]) -> None:
-    """Write flat tensors of weights as they are now.
+    """Write flat tensors of weights, as they are now, to their holes in a file; `starts` has their first bytes there.
 
     Raises:
         OSError: If the file cannot be written.
@@ -191,15 +206,19 @@ def write_weights(path: str, starts: Sequence[int | None], weights: Sequence[tor
 
 
 _DIGEST_BYTES = COLUMNS * 4 * 1024
+"""Bytes that are summed at a time: 1024 rows of `COLUMNS` words of 4 bytes."""
 
 
 def digest(flat: torch.Tensor) -> torch.Tensor:
-    """Return sums of a flat tensor's words that differ, almost surely, if any bit of it differs."""
+    """Return a flat tensor's digest: `COLUMNS` sums of its words, which differ almost surely if any bit differs."""
     return _sums_by_column(torch.split(flat.view(torch.int32), _DIGEST_BYTES // 4), flat.device).cpu()
 
 
 def _sums_by_column(chunks: Iterable[torch.Tensor], device: Any) -> torch.Tensor:
-    """Return sums of words by columns, as if each chunk were rows of `COLUMNS` words; they wrap around."""
+    """Return sums by column of 32-bit words, each chunk taken as rows of `COLUMNS` words; sums wrap around.
+
+    The last row of a chunk may be shorter.
+    """
     sums = torch.zeros(COLUMNS, dtype=torch.int32, device=device)
     for words in chunks:
         rows = words[: words.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)

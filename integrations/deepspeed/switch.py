@@ -1,4 +1,8 @@
-"""Switching the backend on and off: the one place where DeepSpeed is patched."""
+"""Switching the backend on and off. Methods of DeepSpeed's engine class are replaced here alone.
+
+*Our object* is the object `multi_tier_offload` of a DeepSpeed config (`KEY`). While the backend is on, an engine with
+it in its config gets its optimizer from this package: `OffloadedStage3` or `OffloadedStage12`.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +119,7 @@ _original: Callable[..., Any] | None = None
 object_for_all: Mapping[str, Any] | None = None
 """The `multi_tier_offload` object for configs that have none."""
 _warned_of_own = _warned_of_stock = _warned_of_ignored = False
-"""Whether a warning has been logged, which is said once: `add_object_for_all`, `_warn_of_ignored_object`."""
+"""Whether warnings that are logged once have been: two of `add_object_for_all`, one of `_warn_of_ignored_object`."""
 _undo = contextlib.ExitStack()
 """Undoes the replacements of `weights.patch_deepspeed`."""
 
@@ -147,12 +151,15 @@ def check_deepspeed() -> None:
                 changed.append(f"{kind}.{method}({', '.join(actual)}) took ({', '.join(parameters.split())})")
     if changed:
         raise ConfigError("deepspeed", version, f"use one of {', '.join(TESTED)}: {'; '.join(changed)}")
-    if version.split("+")[0] not in TESTED:
+    if version.split("+")[0] not in TESTED:  # without the suffix of a local build
         log.info("DeepSpeed %s has all that is relied on, but only %s are tested", version, ", ".join(TESTED))
 
 
 def _without_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that DeepSpeed's tracing decorator has wrapped; only the wrapper's closure has it."""
+    """Return the function below DeepSpeed's tracing decorator; `function` itself if it is not decorated.
+
+    The decorator sets no `__wrapped__`, so the function is taken from the closure of its wrapper.
+    """
     if function.__name__ == "wrapped_fn":
         for cell in function.__closure__ or ():
             if inspect.isfunction(cell.cell_contents):
@@ -163,14 +170,20 @@ def _without_tracing(function: Callable[..., Any]) -> Callable[..., Any]:
 def _configure_optimizer_of(
     engine: Any, original: Callable[..., Any], client_optimizer: Any, model_parameters: list[Any]
 ) -> None:
-    """Replaces `DeepSpeedEngine._configure_optimizer` if the config has our object: the engine gets our optimizer."""
+    """Replaces `DeepSpeedEngine._configure_optimizer` if the config has our object: the engine gets our optimizer.
+
+    DeepSpeed's own method, `original`, makes it: meanwhile the names of DeepSpeed's optimizer classes stand for ours.
+    """
+    # Here, as these modules import DeepSpeed, which is not imported before the program does that.
     from offload.integrations.deepspeed.common import OffloadedOptimizer, warn_of_large_buckets
     from offload.integrations.deepspeed.stage3 import OffloadedStage3
     from offload.integrations.deepspeed.stage12 import OffloadedStage12
 
     config, saving = settings.read(engine.config), settings.saving(engine.config)
-    if saving.is_deepspeeds and config.mirror is None:  # which is refused without checkpoints on the paths
-        config = dataclasses.replace(config, checkpoints_kept=0)  # so the plan needs no room for them
+    # DeepSpeed's own saves keep no checkpoint on the paths, so the plan needs no room for one. With a mirror
+    # `checkpoints_kept` may not be 0.
+    if saving.is_deepspeeds and config.mirror is None:
+        config = dataclasses.replace(config, checkpoints_kept=0)
     _check_engine(engine)
     if saving.layout == "in_place" and engine.use_node_local_storage():
         SAVED_APART.refuse("multi_tier_offload.checkpoint.layout", saving.layout)
@@ -180,11 +193,12 @@ def _configure_optimizer_of(
     client_optimizer = _ensure_client_optimizer(engine, client_optimizer, model_parameters)
     # DeepSpeed may not insist on its own CPU optimizer: the client's is never stepped.
     engine._config.zero_force_ds_cpu_optimizer = False
-    with contextlib.suppress(ImportError):  # imported before its base classes are replaced below
+    # `original` may import this module, whose class derives from one that is replaced below: it is imported before.
+    with contextlib.suppress(ImportError):  # an older DeepSpeed has no such module
         import_module("deepspeed.runtime.superoffload.superoffload_stage3")
     with contextlib.ExitStack() as stack:
         weights_file = stack.enter_context(weights.reserve_file(engine, client_optimizer))
-        # DeepSpeed's own method makes one of these, by the names that their modules have meanwhile.
+        # `original` makes an optimizer of one of these classes, which it finds by name in these modules.
         for (module_name, class_name), replacement in (
             (_STAGE3, functools.partial(OffloadedStage3, weights_file=weights_file)),
             ((_ENGINE[0], _STAGE12[1]), OffloadedStage12),
@@ -199,10 +213,11 @@ def _configure_optimizer_of(
     kind = type(optimizer).__name__
     if not isinstance(optimizer, OffloadedOptimizer):
         raise ConfigError("deepspeed", kind, f"use one of {', '.join(TESTED)}: it was made in spite of {KEY}")
+    # With weights in a file there is no memory for new weights until the step.
     optimizer.may_update_during_backward = settings.reduces_during_backward(engine.config) and weights_file is None
     optimizer.report_to(engine)
     optimizer.hook_model(engine.module)
-    # Each of these wraps what the ones before have made of the engine's methods.
+    # The order matters: each of these wraps the engine's methods as the calls before have left them.
     optimizer.stream_checkpoints(engine)
     optimizer.refuse_unfit_tags(engine)
     if not saving.is_deepspeeds:
@@ -218,7 +233,14 @@ def _configure_optimizer_of(
 
 
 def _ensure_client_optimizer(engine: Any, given: Any, model_parameters: list[Any]) -> torch.optim.Optimizer:
-    """Return the torch optimizer whose groups the update follows, made by the config if none is given; check it."""
+    """Return the torch optimizer whose parameter groups have the hyperparameters; it is never stepped.
+
+    It is the one that the program gives, or that a function which it gives makes of the parameters. If it gives none,
+    one is made as the config's `optimizer` section says.
+
+    Raises:
+        ConfigError: It is an optimizer, or has hyperparameters, that the engine does not run.
+    """
     from offload.integrations.deepspeed.shard import LionGroups, check_optimizer
 
     optimizer: torch.optim.Optimizer = given
@@ -245,13 +267,19 @@ def _is_offloaded(config: Any) -> bool:
 
 
 def _gets_our_optimizer(config: Any) -> bool:
-    """Return whether the engine of a `DeepSpeedConfig` gets its optimizer, if it has one, from this backend."""
+    """Return whether the engine of a `DeepSpeedConfig` gets its optimizer, if it has one, from this backend.
+
+    Its config has our object, or will be given it by `add_object_for_all`.
+    """
     gets_object = KEY in config._param_dict or (object_for_all is not None and _is_offloaded(config))
     return _mode is _Mode.ON and gets_object
 
 
 def _offload_to_cpu(engine: Any) -> None:
-    """Change the config of an engine that offloads its optimizer to no device, DeepSpeed's default, to the CPU."""
+    """Set `offload_optimizer.device` of an engine's config to "cpu" where it is "none", DeepSpeed's default.
+
+    Our optimizer classes build on DeepSpeed's code for an optimizer that is offloaded there.
+    """
     if _is_offloaded(engine._config):
         return
     module = import_module("deepspeed.runtime.zero.offload_config")
@@ -273,15 +301,15 @@ def _check_engine(engine: Any) -> None:
     mpu = getattr(engine, "mpu", None)
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         OTHER_PARALLELISM.refuse("mpu", "model parallel")
-    tensor_parallel = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
+    tensor_parallel = engine.autotp_size() if hasattr(engine, "autotp_size") else 0  # older DeepSpeeds have none
     if tensor_parallel > 1:
         OTHER_PARALLELISM.refuse("tensor_parallel.autotp_size", tensor_parallel)
 
 
 def add_object_for_all(engine: Any) -> None:
-    """Add the object that was given to `enable` to an engine's config, if it has none and offloads the optimizer.
+    """Add the object that `enable` was given to an engine's config, if it has none and offloads its optimizer.
 
-    Warn where the object is not used.
+    Where the object is not used, or there is none, a warning is logged.
 
     Raises:
         ConfigError: The config has a key that looks like `multi_tier_offload`, mistyped.
@@ -328,7 +356,7 @@ def enable(config: Mapping[str, Any] | str | os.PathLike[str] | None = None) -> 
     if _mode is not _Mode.ON:
         check_deepspeed()
         weights.patch_deepspeed(_undo, _gets_our_optimizer)
-    if given is not object_for_all:
+    if given is not object_for_all:  # another object: the warning that a config has its own may be logged again
         object_for_all, _warned_of_own = given, False
     _mode = _Mode.ON
     _replace_configure()
@@ -340,7 +368,7 @@ def watch() -> None:
     Idempotent. Nothing else changes; nor does anything in a DeepSpeed whose method cannot be replaced.
     """
     global _mode
-    if _mode is _Mode.OFF:
+    if _mode is _Mode.OFF:  # else it watches already, or the backend is on
         _mode = _Mode.WATCHING
         _act_once_imported()
 
@@ -390,27 +418,30 @@ def disable() -> None:
     _warned_of_own = _warned_of_stock = _warned_of_ignored = False
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AtImport)]
     _undo.close()
-    if _original is None:
+    if _original is None:  # nothing is replaced
         return
     engine_class = getattr(import_module(_ENGINE[0]), _ENGINE[1])
-    # Else somebody has wrapped ours since: it stays below theirs, and passes calls on while the mode is OFF.
+    # If somebody has wrapped our method since, it stays below theirs, and passes calls on while the mode is OFF.
     if getattr(engine_class._configure_optimizer, "__wrapped__", None) is _original:
         engine_class._configure_optimizer = _original
     _original = None
 
 
 class _AtImport(shared.AtImport):  # type: ignore[misc]
-    """Switches the backend on when DeepSpeed has been imported, so that variables set before that still count."""
+    """An import hook that switches the backend on, or has it watch, right after DeepSpeed's first import.
+
+    DeepSpeed reads environment variables as it is imported. So this does not import it earlier than the program does.
+    """
 
     enables = False
-    """Whether to call `enable` then; else engines are watched."""
+    """Whether `enable` is called then; else the backend only watches, as `watch` says."""
 
     def __init__(self) -> None:
         super().__init__("deepspeed", lambda: _act_once_imported(enables=self.enables))
 
 
 def _act_once_imported(*, enables: bool = False) -> None:
-    """Enable the backend, or only watch, once DeepSpeed is imported: now if it is already."""
+    """Enable the backend, or only have it watch, right after DeepSpeed's import; at once if it has been imported."""
     if "deepspeed" not in sys.modules:
         finder = next((finder for finder in sys.meta_path if isinstance(finder, _AtImport)), None)
         if finder is None:
@@ -441,7 +472,7 @@ def _enabled() -> Iterator[None]:
         yield
     finally:
         if before is not _Mode.ON:
-            disable()
+            disable()  # which sets the mode OFF
         if before is _Mode.WATCHING:
             watch()
 

@@ -1,8 +1,9 @@
 """ZeRO-3's weights in files, where a config has them on NVMe: `{"device": "nvme", "nvme_path": ...}`.
 
-DeepSpeed is told that they are on the CPU, and so does not use its own swapper. It still makes its tensors, but they
-lie in mapped files: those of `zero.Init` in one file each as they are made, and all that an engine trains in one
-file, which is reserved before the engine changes anything. Files have no names, and each rank has its own.
+DeepSpeed is told that they are on the CPU, and so does not use its own swapper. It still makes its tensors, but these
+are moved to mapped files: each weight that `zero.Init` cuts, unless it is small, to a file of its own as it is made;
+later all weights of an engine, to one file that is reserved before the engine changes anything. Files have no names,
+and each rank has its own.
 
 This relies, beside the methods of `switch.RELIED_ON`, on DeepSpeed's reading and writing parts of weights by their
 tensors: a parameter's `ds_tensor` is this rank's part, flat; `ds_process_group` are the ranks that have the others.
@@ -53,11 +54,15 @@ def patch_deepspeed(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) 
         initialize(deepspeed_config, param_dict)
         if is_ours(deepspeed_config) and settings.weights_folder(deepspeed_config._param_dict) is not None:
             zero = deepspeed_config.zero_config
+            # Not pinned, as the mapped files that they are moved to are not.
             zero.offload_param = zero.offload_param.model_copy(update={"device": "cpu", "pin_memory": False})
 
     @functools.wraps(validate)
     def validate_remote_device(init_context: Any, remote_device: Any, ds_config: Any) -> Any:
-        """Note the weights' folder of a `zero.Init`, unless an engine has reserved a file for all weights."""
+        """Note the folder for weights of a `zero.Init`, which calls this with its config, as it is made.
+
+        Not while an engine is made that has reserved a file for all its weights.
+        """
         folder = None if _is_reserved or ds_config is None else _weights_folder_of(ds_config)
         if folder is not None:
             _folders[init_context] = folder
@@ -65,11 +70,12 @@ def patch_deepspeed(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) 
 
     @functools.wraps(partition)
     def partition_param(init_context: Any, param: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Move this rank's part of a weight to a mapped file when DeepSpeed has first cut the weight."""
+        """Cut a weight as DeepSpeed does; the first time, move this rank's part of it to a mapped file."""
         is_first = param.ds_tensor is None
         result = partition(init_context, param, *arguments, **keywords)
         part = param.ds_tensor
         if is_first and init_context in _folders and part.is_cpu and part.nbytes >= LEAST_BYTES:
+            # Ranks have parts of one size, so that all of them come here.
             folder = _folders[init_context]
             file = on_all_ranks(lambda: _open_partitions(folder, [part.nbytes]), param.ds_process_group)
             file.move(part)
@@ -84,7 +90,8 @@ def patch_deepspeed(undo: contextlib.ExitStack, is_ours: Callable[[Any], bool]) 
 def _weights_folder_of(config: Any) -> str | None:
     """Return the folder for weights that a `DeepSpeedConfig` names; None if it names none, or is not ours."""
     given = config.zero_config.offload_param
-    is_ours = given is not None and given.device != "nvme"  # with NVMe in the config's text: `initialize_params`
+    # In a config that is ours `initialize_params` has set the device to "cpu"; the config's text still says "nvme".
+    is_ours = given is not None and given.device != "nvme"
     return settings.weights_folder(config._param_dict) if is_ours else None
 
 
@@ -99,11 +106,12 @@ def reserve_file(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
         TierFullError: There is no room.
     """
     global _is_reserved
+    # The model's, and those that the optimizer has beside them; once each.
     parameters = dict.fromkeys(engine.module.parameters())
     for group in optimizer.param_groups:
         parameters.update(dict.fromkeys(group["params"]))
     given = engine._config.zero_config.offload_param
-    if given is not None and given.device == "nvme":  # read before the backend was switched on
+    if given is not None and given.device == "nvme":  # the config was read before the backend was switched on
         SWAPPED_BY_DEEPSPEED.refuse(f"{settings.WEIGHTS}.device", "nvme")
     for parameter in parameters:
         if getattr(parameter, "nvme_swapper", None) is not None:
@@ -112,12 +120,12 @@ def reserve_file(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
         yield None
         return
     ranks = torch.distributed.get_world_size(engine.seq_data_parallel_group)
-    part_sizes = [  # of equal parts, rounded up
+    part_sizes = [  # bytes of this rank's part of each weight: ranks have equal parts, rounded up
         -(-getattr(parameter, "ds_numel", parameter.numel()) // ranks) * parameter.itemsize
         for parameter in parameters
     ]
     file = on_all_ranks(lambda: _open_partitions(folder, part_sizes), engine.seq_data_parallel_group)
-    _is_reserved = True
+    _is_reserved = True  # a `zero.Init` that DeepSpeed makes meanwhile opens no files of its own
     try:
         yield file
     finally:

@@ -1,4 +1,9 @@
-"""The callback, and the methods that replace some of its Trainer's strategy and precision plugin."""
+"""`OffloadCallback`, and functions that replace methods of its Trainer's strategy and precision plugin.
+
+A function that "Replaces" a method is set on one strategy or plugin alone. It calls the method of the class,
+`type(strategy)`, which stays as it is. A *pointer* is a dict that a checkpoint has in place of all state: it names
+the folder that has the state.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,7 @@ _FSSPEC = import_module("fsspec.core")  # Lightning reads and writes checkpoints
 url_to_fs, split_protocol = _FSSPEC.url_to_fs, _FSSPEC.split_protocol
 
 AVERAGING = "StochasticWeightAveraging", "WeightAveraging"
+"""Callbacks of Lightning's that average weights; beside them no step may go on into forward."""
 
 WRAPPING = "_WrappingCheckpointIO"
 """Lightning's base class of plugins that write checkpoints by another, as `AsyncCheckpointIO` does in a thread."""
@@ -39,7 +45,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     """Keeps the state of a `Trainer`'s optimizer out of its checkpoints, and clips in the update.
 
     `x.ckpt` names the folder `x.ckpt.offload-N` beside it, which is committed before `x.ckpt` is written and deleted
-    with it. For that, methods of the Trainer's strategy and precision plugin are replaced on these two objects.
+    with it. For that, methods of the Trainer's strategy and precision plugin are replaced on these two objects. The
+    Trainer has one optimizer, ours, as `_set_up` checks: hence `optimizers[0]`.
     """
 
     def __init__(self) -> None:
@@ -55,7 +62,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             BY_DEEPSPEED.refuse("strategy", type(strategy).__name__)
         if WRAPPING in _class_names([strategy.checkpoint_io]):
             WRITES_BEHIND.refuse("plugins", type(strategy.checkpoint_io).__name__)
-        # Those of an earlier `fit` are freed before others are made.
+        # Optimizers of an earlier `fit` are freed before this one's are made.
         strategy.optimizers, strategy.lr_scheduler_configs = [], []
         # The replacements call methods of the class, so replacing again, as a second `fit` does, changes nothing.
         strategy.setup = partial(_set_up, strategy)
@@ -77,45 +84,51 @@ class OffloadCallback(Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         """Log figures of the last step, as often as Lightning logs."""
-        every = trainer.log_every_n_steps
+        every = trainer.log_every_n_steps  # 0: never
+        # At step 0, after a micro-step that only accumulates, there is no last step yet.
         if trainer.loggers and every and trainer.global_step and trainer.global_step % every == 0:
             values = figures_to_log(ours(trainer.optimizers[0]), pl_module)
+            # Lightning insists on a batch size where `training_step` has a `dataloader_iter`; any will do.
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _save_checkpoint(
         self, strategy: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Replaces `Strategy.save_checkpoint`, on all ranks.
+        """Replaces `Strategy.save_checkpoint`, on all ranks: save state to a new folder, then the file that names it.
 
-        An older checkpoint of that name stays whole until the new one replaces it: it names another folder.
+        An older checkpoint of the same name stays whole until the new file replaces its file, as it names another
+        folder. That folder is deleted last.
         """
         write = partial(type(strategy).save_checkpoint, strategy, checkpoint, filepath, storage_options)
         states = checkpoint.get("optimizer_states")
-        if not states or POINTER not in states[0]:  # of weights alone
+        if not states or POINTER not in states[0]:  # weights alone, or state that is not ours
             write()
             return
         path = _absolute(filepath)
         folder = strategy.broadcast(self._unused_folder(path) if strategy.is_global_zero else None)
         optimizer = ours(strategy.optimizers[0])
         is_local = split_protocol(path)[0] is None
-        if is_local:
+        if is_local:  # folders in a bucket cannot be marked
             begin_folder(folder, Marker(beside=(os.path.basename(path),)))
         save(optimizer, folder)
         checkpoint["optimizer_states"] = [{**states[0], POINTER: os.path.basename(folder)}]
-        self._folders_by_checkpoint.setdefault(path, set()).add(folder)  # if the next line fails, it may be named
+        # Noted before the file is written: if that fails, the file may or may not name the folder.
+        self._folders_by_checkpoint.setdefault(path, set()).add(folder)
         write()
         self._folders_by_checkpoint[path] = {folder}
-        strategy.barrier()
+        strategy.barrier()  # rank 0 alone writes the file: no rank goes on before it is there
         if is_local:
             end_folder(optimizer, folder)
         _delete_folders_beside(strategy, path, but=folder)
 
     def _unused_folder(self, path: str) -> str:
-        """Return a folder beside a checkpoint that the checkpoint, as it may be now, does not name."""
+        """Return a folder beside the checkpoint `path`, for its state, that an older file `path` does not name."""
         if path not in self._folders_by_checkpoint:
-            is_there = url_to_fs(path)[0].exists(path)  # it may be another run's; if not, nothing names the folders
+            # An older checkpoint, of another run perhaps, may name any folder beside it. Without one, none is named.
+            is_there = url_to_fs(path)[0].exists(path)
             self._folders_by_checkpoint[path] = {*_state_folders_beside(path)} if is_there else set()
         taken = self._folders_by_checkpoint[path]
+        # One name more than are taken, so that one is unused.
         candidates = (f"{path}{SUFFIX}{number}" for number in range(len(taken) + 1))
         return next(folder for folder in candidates if folder not in taken)
 
@@ -126,11 +139,12 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             raise ConfigError(
                 "ckpt_path", trainer.ckpt_path, f"it has {len(states)} optimizers; go on from one with 1"
             )
-        if POINTER not in states[0]:  # of Lightning's own
+        if POINTER not in states[0]:  # Lightning has saved all state, without this callback
             optimizer.load_state_dict(states[0])
             return
         path = _absolute(trainer.ckpt_path)
-        path = os.path.realpath(path) if split_protocol(path)[0] is None else path  # `save_last="link"`
+        # With `save_last="link"` the last checkpoint is a link to the one that has the folder beside it.
+        path = os.path.realpath(path) if split_protocol(path)[0] is None else path
         folder = os.path.join(os.path.dirname(path), states[0][POINTER])
         try:
             optimizer.load_checkpoint(folder)
@@ -142,7 +156,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         self._folders_by_checkpoint[path] = {folder}
 
     def _remove_checkpoint(self, strategy: Any, filepath: Any) -> None:
-        """Replaces `Strategy.remove_checkpoint`, on all ranks: delete the checkpoint's folders, too."""
+        """Replaces `Strategy.remove_checkpoint`, on all ranks: then delete the folders with its state, too."""
         path = _absolute(filepath)
         type(strategy).remove_checkpoint(strategy, filepath)
         self._folders_by_checkpoint.pop(path, None)
@@ -155,12 +169,14 @@ def _class_names(objects: Iterable[Any]) -> set[str]:
 
 
 def _set_up(strategy: Any, trainer: Any) -> None:
-    """Replaces `Strategy.setup`, which makes the optimizer: check it, and let its steps go on into forward if it may.
+    """Replaces `Strategy.setup`, which makes the optimizer: check it, and let its steps overlap forward and backward.
 
-    Not in `on_fit_start`: there Lightning's `LearningRateFinder` trains, which may come first.
+    They overlap forward only if weights are not averaged and the module is not compiled.
+
+    The callback's `on_fit_start` would be too late: there Lightning's `LearningRateFinder` trains, maybe before it.
     """
     type(strategy).setup(strategy, trainer)
-    if trainer.state.fn != "fit":
+    if trainer.state.fn != "fit":  # the replacement of an earlier `fit` stays, and serves `test`, too
         return
     optimizer_names = [type(optimizer).__name__ for optimizer in strategy.optimizers]
     if len(optimizer_names) != 1 or ours(strategy.optimizers[0]) is None:
@@ -171,12 +187,13 @@ def _set_up(strategy: Any, trainer: Any) -> None:
     may_overlap_forward = _class_names(trainer.callbacks).isdisjoint(AVERAGING) and not is_compiled
     if not may_overlap_forward:
         AVERAGED.check("overlap", optimizer.config.overlap, averaging=" and ".join(AVERAGING))
-    # Not the module itself: its `training_step` uses its own parameters, and is no call of a module.
+    # Not the module itself: its `training_step` uses its own parameters, and is no call of a module. What reduces
+    # gradients is `strategy.model`, the module in DDP's wrapper if there is one.
     hide_steps(optimizer, module.children() if may_overlap_forward else (), [strategy.model])
 
 
 def _optimizer_state(strategy: Any, optimizer: Any) -> dict[str, Any]:
-    """Replaces `Strategy.optimizer_state`: return a pointer, to which `_save_checkpoint` adds the folder's name."""
+    """Replaces `Strategy.optimizer_state`: return a pointer whose folder `_save_checkpoint` fills in."""
     own = ours(optimizer)
     state: dict[str, Any]
     state = type(strategy).optimizer_state(strategy, optimizer) if own is None else pointer(own, None, "lightning")
@@ -184,9 +201,14 @@ def _optimizer_state(strategy: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _teardown(strategy: Any) -> None:
-    """Replaces `Strategy.teardown`, which would read all state of optimizers to move it to host memory."""
+    """Replaces `Strategy.teardown`: finish the last step, then call the class's `teardown` without optimizers.
+
+    With optimizers it would read all of their state to move it to host memory.
+    """
     optimizers, strategy.optimizers = strategy.optimizers, []
-    with contextlib.ExitStack() as at_end:  # even if a `finish` raises; the last one first
+    # Even if a `finish` raises, the class's `teardown` is called, and then the optimizers are put back: the callback
+    # that was added last runs first.
+    with contextlib.ExitStack() as at_end:
         at_end.callback(setattr, strategy, "optimizers", optimizers)
         at_end.callback(type(strategy).teardown, strategy)
         for optimizer in filter(None, map(ours, optimizers)):
@@ -198,12 +220,12 @@ def _clip_grad_by_norm(precision: Any, optimizer: Any, clip_val: float) -> None:
     own = ours(optimizer)
     if own is None or getattr(precision, "scaler", None) is not None:  # which changes gradients itself
         type(precision).clip_grad_by_norm(precision, optimizer, clip_val)
-    elif clip_val > 0:
+    elif clip_val > 0:  # else nothing is to be clipped
         own.clip_grad_norm_(clip_val)
 
 
 def _clip_grad_by_value(precision: Any, optimizer: Any, clip_val: float) -> None:
-    """Replaces `Precision.clip_grad_by_value`, which finds no gradients that have left."""
+    """Replaces `Precision.clip_grad_by_value`, which clips `.grad`: first refuse gradients that leave it."""
     own = ours(optimizer)
     if own is not None:
         check_clips_by_value([own], precision.main_params(optimizer))
@@ -220,10 +242,11 @@ def _absolute(path: Any) -> str:
 
 
 def _state_folders_beside(path: str) -> list[str]:
-    """Return the folders with its optimizer's state beside a checkpoint."""
+    """Return the folders beside a checkpoint whose names say that they have its state, by `SUFFIX`; [] if none."""
     parent, name = os.path.split(path)
     files, directory = url_to_fs(parent)
     with contextlib.suppress(FileNotFoundError):
+        # With `refresh`, as fsspec may remember an older list of a bucket.
         entries = sorted(
             os.path.basename(path.rstrip("/")) for path in files.ls(directory, detail=False, refresh=True)
         )

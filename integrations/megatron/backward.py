@@ -1,8 +1,9 @@
 """Updates in backward: engines are told which gradients Megatron-Core has reduced.
 
-A group of buckets is final when its reduction has ended. This is looked at whenever another reduction begins, and
-Megatron waits for it when backward is over. Gradients may be changed in place afterwards, by clipping or by sums over
-tensor-parallel ranks or stages of a pipeline: the step finds that, as it compares bytes.
+Megatron reduces gradients by groups of buckets. Once a group's reduction has ended, its gradients are *announced* to
+the engines as final. Whether it has ended is asked whenever another reduction begins; when backward is over, Megatron
+itself waits for it. Gradients may be changed in place afterwards, by clipping or by sums over tensor-parallel ranks
+or stages of a pipeline: the step finds that, as it compares bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _groups_reducing: list[Any] = []
 
 
 def start_grad_sync(group: Any, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Replaces `_ParamAndGradBucketGroup.start_grad_sync`: announce what has been reduced meanwhile."""
+    """Replaces `_ParamAndGradBucketGroup.start_grad_sync`: start a reduction, then announce those that have ended."""
     original(group, *arguments, **options)
-    if listeners and group not in _groups_reducing:
+    if listeners and group not in _groups_reducing:  # it is there still if an error has ended the pass before
         _groups_reducing.append(group)
-    for reduced in [*filter(_has_ended, _groups_reducing)]:
+    for reduced in [*filter(_has_ended, _groups_reducing)]:  # a copy, as `_announce_group` removes them
         _announce_group(reduced)
 
 
@@ -37,7 +38,10 @@ def finish_grad_sync(group: Any, original: Callable[..., None], *arguments: Any,
 
 
 def _has_ended(group: Any) -> bool:
-    """Return whether a reduction is known to have ended, without waiting; not if its handle has no works to ask."""
+    """Return whether a group's reduction is known to have ended, without waiting.
+
+    False if its handle has no list of works to ask: then `finish_grad_sync` announces the group.
+    """
     works = getattr(group.grad_reduce_handle, "works", ())
     return bool(works) and all(work.is_completed() for work in works)
 

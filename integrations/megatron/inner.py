@@ -29,9 +29,11 @@ NAMES = {"master_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_
 
 
 class ShardState(MutableMapping[str, Any]):
-    """A shard's state by Megatron's names: flat fp32 copies; what is set is written to where the state lives.
+    """A shard's entry in `MegatronAdamW.state`: Megatron reads and sets state tensors by its names for them.
 
-    Megatron also sets `step`, which all shards have in common, and keys that are no state, which are ignored.
+    A tensor that is read is a flat fp32 copy. A tensor that is set is noted, and written to where the state lives by
+    `write_set_state`. Megatron also sets `step`, which all shards have in common, and keys that are no state, which
+    are ignored.
     """
 
     def __init__(self, owner: MegatronAdamW, number: int) -> None:
@@ -61,7 +63,7 @@ class MegatronAdamW(torch.optim.Optimizer):
 
     Args:
         params: Groups of weights, or of shards.
-        lr: Learning rate; as all that follows, of groups that have none of their own.
+        lr: Learning rate. It and the next three are for groups that have none of their own.
         betas: Decay rates of the two moments.
         eps: Added to the square root of the second moment.
         weight_decay: Decoupled decay.
@@ -69,8 +71,8 @@ class MegatronAdamW(torch.optim.Optimizer):
         ignored: What Megatron says of its own CPU offload.
 
     Attributes:
-        engine: Has the state, `metrics()` and `plan`, from when Megatron's optimizer is complete.
-        folder: What its folder is called in checkpoints in place.
+        engine: Has the state, `metrics()` and `plan`; not there until `open` is called.
+        folder: The name of its folder in a checkpoint of the layout "in_place".
     """
 
     engine: Engine
@@ -89,11 +91,12 @@ class MegatronAdamW(torch.optim.Optimizer):
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "bias_correction": bias_correction})
-        self._copies: list[dict[str, torch.Tensor]] | None = None  # of all state, by shard
-        self._state_to_write: dict[int | str, dict[str, torch.Tensor]] = {}  # that was set, by shard
-        self._step_to_write: int | None = None  # that was set
-        self._steps = 0  # updates, also of a rank without shards
-        self._announcer = Announcer(self, MegatronAdamW._values, self, Pace())  # foresees the step, for the engine
+        self._copies: list[dict[str, torch.Tensor]] | None = None  # of all state, by shard; None if none is current
+        self._state_to_write: dict[int | str, dict[str, torch.Tensor]] = {}  # set by Megatron, by shard; not written
+        self._step_to_write: int | None = None  # set by Megatron, and not written
+        self._steps = 0  # how many updates were made, also on a rank without shards
+        # For updates in backward. `self` is given twice: as the optimizer, and for its `read_by_updates`.
+        self._announcer = Announcer(self, MegatronAdamW._values, self, Pace())
 
     @property
     def shards(self) -> list[torch.Tensor]:
@@ -106,9 +109,9 @@ class MegatronAdamW(torch.optim.Optimizer):
         """Open the engine.
 
         Args:
-            parameters: By weight, what the shard of it is; in the order of shards.
+            parameters: By weight, which of its elements this rank's shard has; in the order of `shards`.
             config: Tiers and budgets of this rank.
-            gradient_dtype: Of Megatron's buffer of gradients.
+            gradient_dtype: The dtype of Megatron's buffer of gradients.
 
         Raises:
             ConfigError: The settings cannot be used; raised before any file is touched.
@@ -124,7 +127,7 @@ class MegatronAdamW(torch.optim.Optimizer):
         self.state.update({shard: ShardState(self, number) for number, shard in enumerate(self.shards)})
 
     def _bind_weights(self) -> None:
-        """Tell the engine where the shards lie now: Megatron moves them at times.
+        """Tell the engine at which addresses the shards lie now: Megatron moves them at times.
 
         Raises:
             ConfigError: A shard is no view of its weight, so that Megatron would train weights that are not updated.
@@ -151,7 +154,7 @@ class MegatronAdamW(torch.optim.Optimizer):
         self._bind_weights()
         active = []
         for number, shard in enumerate(self.shards):
-            gradient = getattr(shard, "decoupled_grad", None)
+            gradient = getattr(shard, "decoupled_grad", None)  # Megatron sets the attribute before a step
             if gradient is not None:
                 engine.gradients.bind(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
                 active.append(number)
@@ -171,25 +174,32 @@ class MegatronAdamW(torch.optim.Optimizer):
     # Updates in backward
 
     def read_by_updates(self) -> list[torch.Tensor] | None:
-        """Return the shards, as updates in backward read their memory; None if one was moved since it was bound."""
+        """Return the tensors that updates in backward read, the shards; None if one was moved since it was bound.
+
+        The announcer asks for them; with None no update is made in this backward pass.
+        """
         return self.shards if self._bound_at == [shard.data_ptr() for shard in self.shards] else None
 
     def announce_final(self, weights: Iterable[torch.Tensor]) -> None:
-        """Tell the engine that gradients of weights have been reduced; those without a shard here are skipped."""
+        """Tell the engine that the gradients of some weights have been reduced, so that updates may read them.
+
+        Weights that have no shard on this rank are skipped, and all if the engine is broken: the step says why.
+        """
         for weight in weights:
-            if weight in self._numbers_and_parts and self.engine.broken is None:  # else the step raises why
+            if weight in self._numbers_and_parts and self.engine.broken is None:
                 number, part = self._numbers_and_parts[weight]
                 gradient: Any = weight.main_grad  # type: ignore[attr-defined]
+                # Whether the pass is the last is not said: as many arrivals are expected as before the last step.
                 self._announcer.arrives(self.engine.gradients, number)
                 self.engine.gradients.final(number, gradient.view(-1)[part.start : part.start + part.numel])
 
     # State, as Megatron's checkpoints read and set it
 
     def copies(self) -> list[dict[str, torch.Tensor]]:
-        """Return a copy of all state, by shard; see `Engine`'s `state.read`. Until state changes it is the same one.
+        """Return a copy of all state, by shard; see `Engine`'s `state.read`. It is made again once state may change.
 
-        Megatron asks for each tensor, and writes none before it has all. A copy of more than 64 MiB lies in a file
-        without a name on a path, which is freed with the copy's last tensor.
+        All state at once, as Megatron asks for one tensor after the other, and writes none before it has all. A copy
+        of more than 64 MiB lies in a file without a name on a path, which is freed with the copy's last tensor.
         """
         self.write_set_state()
         if self._copies is None:
@@ -197,7 +207,7 @@ class MegatronAdamW(torch.optim.Optimizer):
         return self._copies
 
     def set_state(self, number: int, name: str, value: torch.Tensor) -> None:
-        """Note a new state tensor of a shard; `write_set_state`, which all else here calls first, writes it."""
+        """Note a new state tensor of a shard. `write_set_state` writes it, before anything here uses state."""
         self._state_to_write.setdefault(number, {})[name] = value
 
     def set_step(self, step: Any) -> None:
@@ -205,7 +215,9 @@ class MegatronAdamW(torch.optim.Optimizer):
         self._step_to_write = int(step)
 
     def write_set_state(self) -> None:
-        """Write what was set to where the state lives: each subgroup once. Weights become their rounded masters.
+        """Write what Megatron has set to where the state lives. Weights become their rounded masters.
+
+        It was only noted before, so that each subgroup is written once for all its tensors.
 
         Raises:
             ConfigError: A tensor has another number of elements than its shard.
@@ -220,16 +232,19 @@ class MegatronAdamW(torch.optim.Optimizer):
             self._state_to_write, self._step_to_write, self._copies = {}, None, None
 
     def engine_with_state_written(self) -> Engine:
-        """Write what was set, forget copies, and return the engine: its state may change now."""
+        """Return the engine for a caller that may change its state: what was set is written, copies are forgotten."""
         self.write_set_state()
         self._copies = None
         return self.engine
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups and the number of updates; Megatron asks `state` for tensors."""
+        """Return the groups and the number of updates, in the form of torch's state dicts, without tensors of state.
+
+        Megatron reads these from `state`.
+        """
         numbers = iter(range(len(self.shards)))
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
-        return {"state": {0: self._step_state()}, "param_groups": groups}
+        return {"state": {0: self._step_state()}, "param_groups": groups}  # the first shard's number is that of all
 
     def _step_state(self) -> dict[str, torch.Tensor]:
         """Write what was set; return the number of updates as torch's optimizers keep it."""
@@ -239,7 +254,7 @@ class MegatronAdamW(torch.optim.Optimizer):
         return {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups, and the number of updates that they have; Megatron sets tensors through `state`."""
+        """Load the groups' hyperparameters and their number of updates; Megatron sets tensors through `state`."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name not in ("params", "step")})
             if saved.get("step") is not None:
@@ -248,14 +263,18 @@ class MegatronAdamW(torch.optim.Optimizer):
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:
-        """One optimizer, which has the number of updates alone: with TransformerEngine Megatron reads it there."""
+        """One optimizer of torch's that has the number of updates alone.
+
+        With TransformerEngine Megatron reads that number here: `HybridDeviceOptimizer`, in whose place this class
+        stands, is made of such optimizers.
+        """
         weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
         optimizer = torch.optim.AdamW([weight])
         optimizer.state[weight] = self._step_state()
         return [optimizer]
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Take all masters from the weights with the next step: the model was loaded without its optimizer."""
+        """Have the next step set masters from the weights: Megatron has loaded the model without its optimizer."""
         engine = self.engine_with_state_written()
         self._bind_weights()
         for number in range(len(self.shards)):

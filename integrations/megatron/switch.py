@@ -1,4 +1,9 @@
-"""Switching it on and off: the one place where Megatron-Core is patched."""
+"""Switching the integration on and off, and functions that then replace Megatron-Core's; it is patched here alone.
+
+Megatron has a `DistributedOptimizer` for the dense parameters of a model, and another for its experts, if it has any,
+in a `ChainedOptimizer`. Below each is an inner optimizer of torch's kind: ours is `MegatronAdamW`. A function that
+"Replaces" another is called in its place, and is given it as `original`.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +78,8 @@ RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
         "load": ("sharded_state_dict checkpoint_dir", ""),
     },
 }
-"""Functions that are replaced or that make use of what is: parameters that they must begin with, and names that they
-must use."""
+"""Functions that are replaced, or that use a replacement: their first parameters, and names that their code must use;
+see `shared.check_relied_on`."""
 
 TIED = "embedding.word_embeddings.weight"
 """What each stage calls its copy of an embedding that several stages have."""
@@ -101,7 +106,7 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
     """
     global _undo
     settings = OffloadConfig.from_dict(shared.read_fields(config), "config")
-    if not settings.keeps_grads:
+    if not settings.keeps_grads:  # by either of the two settings that the error names
         MEGATRON_BUFFER.refuse("keep_grads, gradient_memory", "gradients that leave")
     if layout not in ("stock", "in_place"):
         raise ConfigError("layout", layout, 'use "stock" or "in_place"')
@@ -115,24 +120,27 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
         for module in (package, distributed):
             shared.replace(undo, module, _HYBRID, MegatronAdamW)
         shared.replace(undo, package, _MAKER, functools.partial(make_checked, getattr(package, _MAKER)))
-        chained, kind = package.ChainedOptimizer, distributed.DistributedOptimizer
+        chained, outer = package.ChainedOptimizer, distributed.DistributedOptimizer
         group = import_module(_BUFFERS)._ParamAndGradBucketGroup
+        # Class, method, replacement, and what the replacement is given after the original method.
         for owner, name, replacement, *extra in (
             (chained, "__init__", init_chained, settings),
             (chained, "sharded_state_dict", _sharded_chain, layout),
-            (kind, "sharded_state_dict", sharded_state_dict),
-            (kind, "load_state_dict", _load_state_dict),
+            (outer, "sharded_state_dict", sharded_state_dict),
+            (outer, "load_state_dict", _load_state_dict),
             (group, "start_grad_sync", backward.start_grad_sync),
             (group, "finish_grad_sync", backward.finish_grad_sync),
         ):
             shared.replace(undo, owner, name, functools.partialmethod(replacement, vars(owner)[name], *extra))
         local = import_module(f"{_CHECKPOINTING}.tensor_aware_state_dict").MCoreTensorAwareStateDict
+        # A class method: the function in it, which is given the class, and which `refuse_local` calls as `original`.
         refusing = functools.partial(in_place.refuse_local, vars(local)["from_state_dict"].__func__)
         shared.replace(undo, local, "from_state_dict", classmethod(refusing))
+        # Both modules have the functions, and callers import them from either.
         for module in (import_module(_CHECKPOINTING), import_module(f"{_CHECKPOINTING}.serialization")):
             for name in ("save", "load"):
                 shared.replace(undo, module, name, functools.partial(getattr(in_place, name), getattr(module, name)))
-        _undo = undo.pop_all()
+        _undo = undo.pop_all()  # for `disable`; an error before this line has undone all replacements
 
 
 def disable() -> None:
@@ -141,7 +149,11 @@ def disable() -> None:
 
 
 def inner_optimizers(optimizer: Any) -> list[MegatronAdamW]:
-    """Return ours below what `get_megatron_optimizer` has returned: `engine.metrics()`, `engine.plan`, `close()`."""
+    """Return our optimizers below the one that `get_megatron_optimizer` has returned.
+
+    Each has `engine.metrics()`, `engine.plan` and `close()`.
+    """
+    # Megatron returns a `ChainedOptimizer`; one of the optimizers in it may be given, too.
     distributed_optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     return [outer.optimizer for outer in distributed_optimizers if isinstance(outer.optimizer, MegatronAdamW)]
 
@@ -149,14 +161,20 @@ def inner_optimizers(optimizer: Any) -> list[MegatronAdamW]:
 def make_checked(
     original: Callable[..., Any], config: Any, model_chunks: Any, *arguments: Any, **options: Any
 ) -> Any:
-    """Replaces `_get_megatron_optimizer_based_on_param_groups`: refuse settings that cannot be used, by name."""
+    """Replaces `_get_megatron_optimizer_based_on_param_groups`: first refuse settings of Megatron's, and weights.
+
+    Refused is what our optimizer cannot be used with; the error names it.
+    """
+    # Megatron, too, takes the first chunk's `ddp_config` for that of all.
     if model_chunks[0].ddp_config.use_megatron_fsdp:
         MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
+    # With these three set Megatron makes the `HybridDeviceOptimizer` whose place ours takes.
     for name in ("use_distributed_optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"):
         if not getattr(config, name):
             MEGATRON_WHOLE.refuse(name, False)
     if model_chunks[0].ddp_config.fp8_param_gather:
         MEGATRON_WEIGHTS.refuse("fp8_param_gather", True)
+    # Our masters and moments are fp32; how they are stored is for the `state_format` of our own config to say.
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, name) is not torch.float32:
             MEGATRON_ROUNDED.refuse(name, getattr(config, name))
@@ -167,21 +185,22 @@ def make_checked(
 
 
 def _parameter_names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
-    """Return the names of the parameters in a rank's part of the model, which are unique on this rank."""
+    """Return a name for each parameter in this rank's part of the model, unique on this rank."""
     names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(model_chunks):
         prefix = f"chunk{number}." if len(model_chunks) > 1 else ""
         for name, parameter in chunk.named_parameters():
-            # Copies of an embedding on two stages get one name, so that both are rounded alike: names decide that.
+            # Names decide how state is rounded: copies of an embedding on two stages get one name, and stay alike.
             is_tied = getattr(parameter, "shared_embedding", False)
             names[parameter] = TIED if is_tied else prefix + name
     return names
 
 
 def init_chained(chained: Any, original: Callable[..., None], config: OffloadConfig, optimizers: list[Any]) -> None:
-    """Replaces `ChainedOptimizer.__init__`, which is given all optimizers of a model: open their engines.
+    """Replaces `ChainedOptimizer.__init__`, which is given all optimizers of a model: open the engine of each.
 
-    Experts have an optimizer of their own. Budgets are divided by the state that each has on this rank.
+    Experts have an optimizer of their own. The config's budgets are divided among the engines in proportion to the
+    elements that each optimizer has on this rank.
     """
     original(chained, optimizers)
     ours = [distributed for distributed in optimizers if isinstance(distributed.optimizer, MegatronAdamW)]
@@ -196,18 +215,22 @@ def init_chained(chained: Any, original: Callable[..., None], config: OffloadCon
 
 
 def _check_updates_in_backward(distributed: Any, config: OffloadConfig) -> None:
-    """Refuse updates during backward where gradients are final only afterwards."""
-    chunk = distributed.model_chunks[0]
-    if not chunk.ddp_config.overlap_grad_reduce:
+    """Raise `ConfigError` if no gradient is known to be final before backward has ended: no update could be made."""
+    chunk = distributed.model_chunks[0]  # chunks have one config, as they are parts of one model
+    if not chunk.ddp_config.overlap_grad_reduce:  # then Megatron reduces when backward has ended
         MEGATRON_REDUCES.refuse("overlap", config.overlap)
+    # Both make Megatron multiply all gradients in place after their reduction: by the inverse of the loss scale, or
+    # of the number of tokens.
     if distributed.grad_scaler is not None or chunk.config.calculate_per_token_loss:
         MEGATRON_CHANGES.refuse("overlap", config.overlap)
+    # A graph replays reductions without telling when each has ended. The scope is a string, a member of an enum, or a
+    # list of either, by the release; older ones have none. Its text has the name in each case.
     if "full_iteration" in str(getattr(chunk.config, "cuda_graph_scope", "")):
         MEGATRON_GRAPHS.refuse("overlap", config.overlap)
 
 
 def open_engine(distributed: Any, config: OffloadConfig) -> None:
-    """Open the engine of a `DistributedOptimizer`'s inner one.
+    """Open the engine of the `MegatronAdamW` below a `DistributedOptimizer`, over this rank's shards of its weights.
 
     Raises:
         ConfigError: Shards are not what is relied on; or updates in backward would be of no use.
@@ -215,18 +238,20 @@ def open_engine(distributed: Any, config: OffloadConfig) -> None:
     if config.overlaps_backward:
         _check_updates_in_backward(distributed, config)
     inner, names = distributed.optimizer, _parameter_names(distributed.model_chunks)
+    # By index of the parameter group, and place in the group, which is the order of shards.
     parameters: dict[tuple[int, int], tuple[torch.Tensor, Parameter]] = {}
     for weight, (group, place) in distributed.model_param_group_index_map.items():
         shard = inner.param_groups[group]["params"][place]
-        cut = distributed._get_model_param_range_map(weight)["param"]  # the shard's elements of the weight
-        name, dtype = names[weight].removeprefix("module."), DtypeCode.of(shard.dtype)
-        if shard.numel() != cut.end - cut.start or shard.dtype is not weight.dtype:
+        shard_range = distributed._get_model_param_range_map(weight)["param"]  # the shard's elements of the weight
+        name, dtype = names[weight].removeprefix("module."), DtypeCode.of(shard.dtype)  # without DDP's wrapper
+        if shard.numel() != shard_range.end - shard_range.start or shard.dtype is not weight.dtype:
             raise ConfigError("megatron", name, f"use one of {', '.join(TESTED)}: it is not cut as it was there")
         whole = weight.numel(), tuple(weight.shape)
-        parameters[group, place] = weight, Parameter(name, shard.numel(), dtype, group, cut.start, *whole)
+        parameters[group, place] = weight, Parameter(name, shard.numel(), dtype, group, shard_range.start, *whole)
     if torch.distributed.get_world_size() > 1:
         config = config.for_rank(torch.distributed.get_rank())
     in_order = dict(parameters[place] for place in sorted(parameters))  # empty where a stage trains nothing
+    # Gradients have one dtype in all buffers: fp32, or that of the weights. Without buffers any dtype will do.
     inner.open(in_order, config, distributed.buffers[0].grad_dtype if in_order else torch.float32)
     if config.overlaps_backward:
         backward.listeners.add(inner)
@@ -240,7 +265,10 @@ def _sharded_chain(
     is_loading: bool = False,
     **options: Any,
 ) -> Any:
-    """Replaces `ChainedOptimizer.sharded_state_dict`: metadata of a save in place say so to each optimizer."""
+    """Replaces `ChainedOptimizer.sharded_state_dict`: with the layout "in_place", note it in a save's metadata.
+
+    The `sharded_state_dict` of each optimizer is given the metadata. In a load they are those of the checkpoint.
+    """
     if layout == "in_place" and not is_loading and inner_optimizers(chained):
         options["metadata"] = {**(options.get("metadata") or {}), in_place.KEY: in_place.SHARDING}
     return original(chained, model_sharded_state_dict, is_loading, **options)
@@ -254,14 +282,16 @@ def sharded_state_dict(
     sharding_type: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Replaces `DistributedOptimizer.sharded_state_dict`: metadata say how state is saved, or to be loaded.
+    """Replaces `DistributedOptimizer.sharded_state_dict`: return one with state in place if the metadata say so.
 
-    Ranks that get the state of all are warned of that, as it may not fit.
+    Else it is Megatron's. In Megatron's format "fully_reshardable" some ranks, or all, have the state of all ranks in
+    host memory, which may not fit: these log a warning.
     """
     metadata = metadata or {}
     if isinstance(distributed.optimizer, MegatronAdamW):
         if metadata.get(in_place.KEY) == in_place.SHARDING:
             return in_place.sharded_state_dict(distributed, is_loading)
+        # With this setting a save gathers state on the first rank alone; a load still has it on all ranks.
         on_first_only = metadata.get("distrib_optim_fully_reshardable_mem_efficient", False)
         is_gathered = metadata.get(in_place.KEY) == "fully_reshardable"
         if is_gathered and (is_loading or not on_first_only or distributed.data_parallel_group.rank() == 0):
@@ -271,7 +301,10 @@ def sharded_state_dict(
 
 
 def _load_state_dict(distributed: Any, original: Callable[..., None], state_dict: dict[str, Any]) -> None:
-    """Replaces `DistributedOptimizer.load_state_dict`: write what it has set, and load state that is in place."""
+    """Replaces `DistributedOptimizer.load_state_dict`: then write the state that it has set, or load state in place.
+
+    State is in place if the dict has, instead of state, the id of our checkpoint. Megatron does not see that entry.
+    """
     state = state_dict.get("param_state")
     id = state.get(shared.POINTER) if isinstance(state, dict) else None
     if id is not None:

@@ -32,13 +32,14 @@ log = logging.getLogger("offload")
 
 
 class DeletionHook:
-    """Replaces `shutil` where the Trainer deletes checkpoints: what they hold on the paths is released first.
+    """Replaces the module `shutil` in transformers, so that a checkpoint's state is released before its deletion.
 
-    After the deletion a deleted checkpoint could not be told from one that was moved, and its state would be kept.
+    Once its folder is gone, a deleted checkpoint cannot be told from one that was moved, and its state on the paths
+    would be kept.
     """
 
     def __init__(self) -> None:
-        self._postponed: list[Callable[[], None]] | None = None  # deletions, in `postponed`
+        self._postponed: list[Callable[[], None]] | None = None  # deletions; None outside of `postponed`
 
     def __getattr__(self, name: str) -> Any:
         """Return all else of `shutil`."""
@@ -46,26 +47,29 @@ class DeletionHook:
 
     @contextlib.contextmanager
     def postponed(self) -> Iterator[None]:
-        """Postpone deletions until this context ends; drop them if an exception ends it."""
-        before, self._postponed = self._postponed, []
+        """Postpone deletions until this context ends; delete nothing if an exception ends it."""
+        outer_deletions, self._postponed = self._postponed, []  # those of a context around this one
         try:
             yield
             deletions = self._postponed
         finally:
-            self._postponed = before
+            self._postponed = outer_deletions
+        # Within a context around this one `rmtree` postpones them again.
         for delete in deletions:
             delete()
 
     def rmtree(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
-        """Delete a checkpoint as `shutil.rmtree` does, after releasing it; or later, in `postponed`."""
+        """Release a checkpoint's state, then delete the folder as `shutil.rmtree` does; in `postponed`, later."""
         if self._postponed is not None:
             self._postponed.append(partial(self.rmtree, path, *arguments, **options))
             return
         folder = os.path.abspath(path)
         try:
+            # The release is noted in the folder above, which stays; the session that keeps the state reads it there.
             offload.release_before_deletion(os.path.join(folder, FOLDER), os.path.dirname(folder))
             if mark_of(folder) is not Mark.NONE:
-                # A kill during the deletion must not leave a folder that is marked as whole.
+                # A kill during the deletion must not leave a folder that is marked as whole. Without a lock: network
+                # file systems delete no folder that has an open file.
                 mark_begun(folder, locks=False)
         except OffloadError as error:
             log.warning("what %s holds on the paths stays there when it is deleted now: %s", folder, error)
@@ -84,20 +88,26 @@ def save(
     *arguments: Any,
     **options: Any,
 ) -> None:
-    """Save a checkpoint by `Trainer._save_checkpoint` (`original`), mark it as whole, then delete older ones."""
+    """Save a checkpoint by `Trainer._save_checkpoint` (`original`), mark it as whole, then delete older ones.
+
+    `original` deletes older ones before it returns; this is postponed, so that there is always a whole one.
+    """
+    # The folder that `original` saves to.
     folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
     begin_folder(folder)
     with DELETION_HOOK.postponed():
         original(trainer, model, trial, *arguments, **options)
-        with contextlib.suppress(FileNotFoundError):  # now, as the mark and the mirror would name it
+        with contextlib.suppress(FileNotFoundError):  # before `end_folder` lists the folder's files for a mirror
             os.unlink(os.path.join(folder, _SENTINEL))
         end_folder(optimizer, folder)
 
 
 class Callback:
-    """A callback of ours, which does not keep its Trainer alive.
+    """Base of our callbacks. A Trainer has its callbacks, so they refer to it weakly, and do not keep it alive.
 
-    `find_optimizer` returns a Trainer's optimizer of ours; None if it has none.
+    Args:
+        trainer: The Trainer.
+        find_optimizer: Returns a Trainer's optimizer if that is one of ours; else None.
     """
 
     def __init__(self, trainer: Any, find_optimizer: Callable[[Any], Any]) -> None:
@@ -105,7 +115,7 @@ class Callback:
         self._find_optimizer = find_optimizer
 
     def optimizer(self) -> Any:
-        """Return the Trainer's optimizer of ours; None if it has none, or there is no Trainer any more."""
+        """Return the Trainer's optimizer if it is one of ours; else None, also if there is no Trainer any more."""
         trainer = self.trainer_ref()
         return None if trainer is None else self._find_optimizer(trainer)
 
@@ -113,7 +123,7 @@ class Callback:
 class Sigterm(Callback):
     """Saves on all ranks at the end of the step in which one of them gets a SIGTERM."""
 
-    _handler: SigtermHandler | None = None
+    _handler: SigtermHandler | None = None  # None while no training with an optimizer of ours is under way
 
     @property
     def has_signal(self) -> bool:
@@ -122,22 +132,23 @@ class Sigterm(Callback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Handle SIGTERM while training lasts."""
-        self.on_train_end()  # of an earlier `train` that an error has ended
+        self.on_train_end()  # an earlier `train` that an error has ended may have left its handler
         if self.optimizer() is None:
             return
-        if getattr(args, "enable_jit_checkpoint", False):
+        if getattr(args, "enable_jit_checkpoint", False):  # older releases have no such argument
             TWO_SAVES.refuse("commit_on_sigterm", True)
         self._handler = handler = SigtermHandler()
+        # If this callback is freed without `on_train_end`. Not at exit: the end of the process ends a handler anyway.
         weakref.finalize(self, handler.restore).atexit = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Ask the Trainer to save now if any rank has had a SIGTERM."""
+        """Ask the Trainer to save now if any rank has had a SIGTERM. Collective."""
         handler = self._handler
         if handler is None:
             return
         handler.note_step()
         if any_rank(handler.has_signal):
-            lacks_state = getattr(args, "save_only_model", False)
+            lacks_state = getattr(args, "save_only_model", False)  # older releases have no such argument
             what = "weights alone (save_only_model): the optimizer begins anew from them"
             log.warning("SIGTERM: the Trainer saves %s", what if lacks_state else "a checkpoint")
             handler.is_committing = control.should_save = True
@@ -157,7 +168,10 @@ class Sigterm(Callback):
             handler.pass_on_together()
 
     def on_train_end(self, *arguments: Any, **options: Any) -> None:
-        """Restore the handler that was there before; idempotent."""
+        """Restore the handler that was there before, and pass on to it a signal for which nothing was saved.
+
+        That may end the process. Idempotent.
+        """
         handler, self._handler = self._handler, None
         if handler is not None:
             handler.restore()

@@ -1,4 +1,8 @@
-"""Switching it on and off: the one place where transformers is patched."""
+"""Switching the integration on and off, and functions that then replace transformers' own; it is patched here alone.
+
+A function that "Replaces" a method is called in its place, and is given that method as `original`. An optimizer "of
+ours" is an `OffloadedOptimizer`; other optimizers are left to the Trainer.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +43,18 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...], tuple[
         ("momentum", "nesterov", "ns_steps", "eps", "adamw_lr_ratio"),
     ),
 }
-"""What can be given as `optim`: the class, which training arguments it takes beside learning rate and decay, and what
-it takes from `optim_args`: as transformers has it for torch's class of that name."""
+"""By what can be given as `optim`: the optimizer's class; its arguments that are set by training arguments, beside
+learning rate and weight decay; and those that are set by `optim_args`. As transformers has it for torch's class of
+that name."""
 
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 """How `optim_args` may spell a truth value, in any case."""
 
 _NUMBERS: dict[str, Callable[[str], Any]] = {"nesterov": lambda text: _FLAGS[text.lower()], "ns_steps": int}
-"""How a value of `optim_args` is read that is no float, by its name."""
+"""By name, how values of `optim_args` are read that are not floats."""
 
 _AS_NEAR = 0.9
-"""How similar a mistyped name has to be to one of ours (0 to 1) to count as it, even if another is nearer."""
+"""Similarity (0 to 1) to a mistyped name from which one of ours is suggested, even if another of ours is nearer."""
 
 _TRAINING_ARGS = "transformers.training_args"
 
@@ -97,13 +102,14 @@ def enable(
     disable()
     _warned_of_other_optimizer = _warned_of_copies = False
     wrappers = _wrappers(settings, activation_memory, commit_on_sigterm)
-    # The last one is called by `saving.save`.
-    gone = [name for name in (*wrappers, "_get_output_dir") if not hasattr(trainer, name)]
-    if gone:
-        allowed = f"use a release whose Trainer has {', '.join(gone)}"
+    # `_get_output_dir` is not replaced, but `saving.save` calls it.
+    missing = [name for name in (*wrappers, "_get_output_dir") if not hasattr(trainer, name)]
+    if missing:
+        allowed = f"use a release whose Trainer has {', '.join(missing)}"
         raise ConfigError("transformers", import_module("transformers").__version__, allowed)
     with contextlib.ExitStack() as undo:
         shared.replace(undo, names, "_missing_", classmethod(partial(_ensure_optimizer_name, names._missing_)))
+        # It depends on the release which of the two modules deletes checkpoints.
         for module in ("transformers.trainer", "transformers.trainer_utils"):
             if hasattr(import_module(module), "shutil"):
                 shared.replace(undo, import_module(module), "shutil", saving.DELETION_HOOK)
@@ -112,19 +118,19 @@ def enable(
         )
         for name, wrapper in wrappers.items():
             shared.replace(undo, trainer, name, wrapper(getattr(trainer, name)))
-        _undo = undo.pop_all()
+        _undo = undo.pop_all()  # for `disable`; an error before this line has undone all replacements
 
 
 def _wrappers(
     settings: OffloadConfig, activation_memory: int | str | None, commit_on_sigterm: bool
 ) -> dict[str, Callable[[Any], Any]]:
-    """Return by the name of a method of `Trainer` what makes the attribute that replaces it, given the original."""
+    """Return, by the name of each method of `Trainer` to replace, a function from that method to its replacement."""
     wrappers: dict[str, Callable[[Any], Any]] = {
         "get_optimizer_cls_and_kwargs": lambda original: staticmethod(partial(_choose_optimizer, original, settings)),
         "create_optimizer": lambda original: partialmethod(_create_optimizer, original, commit_on_sigterm),
         "log": lambda original: partialmethod(_log, original),
         "train": lambda original: partialmethod(_train, original, commit_on_sigterm),
-        # These have no public name, and no callback stands in their place.
+        # No callback stands in the place of these. All but the last have no public name.
         "_save_checkpoint": lambda original: partialmethod(_save_checkpoint, original),
         "_save_optimizer_and_scheduler": lambda original: partialmethod(_save_optimizer, original),
         "_load_optimizer_and_scheduler": lambda original: partialmethod(_load_optimizer, original),
@@ -143,9 +149,10 @@ def disable() -> None:
 
 
 def watch() -> None:
-    """Say what to call where training arguments name one of our optimizers before `enable` has been called.
+    """Until `enable` is called, have training arguments that name one of our optimizers raise an error that says so.
 
-    For the import of this package: nothing else changes, and transformers is not imported.
+    The import of this package calls this. Nothing else changes, and transformers is not imported: if it has not been
+    yet, this is called again right after its import.
     """
     module = sys.modules.get(_TRAINING_ARGS)
     if module is None:
@@ -157,7 +164,11 @@ def watch() -> None:
 
 
 def _refuse_until_enabled(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
-    """Replaces `OptimizerNames._missing_` for good, behind that of `enable`: raise `ConfigError` for our names."""
+    """Replaces `OptimizerNames._missing_`, which an `Enum` calls for an unknown value: raise `ConfigError` for ours.
+
+    It is never removed. While `enable` is in force, `_ensure_optimizer_name` stands before it and calls it as
+    `original`. `kind` is `OptimizerNames`.
+    """
     if value in OPTIMIZERS:
         allowed = "call offload.integrations.transformers.enable(...) first, in this process"
         raise ConfigError("optim", value, allowed)
@@ -165,42 +176,51 @@ def _refuse_until_enabled(original: Callable[[Any], Any], kind: Any, value: Any)
 
 
 def _ensure_optimizer_name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
-    """Replaces `OptimizerNames._missing_`, which is asked for values that it lacks: return a member for ours.
+    """Replaces `OptimizerNames._missing_`, which an `Enum` calls for an unknown value: return a member for our names.
 
     `kind` is `OptimizerNames`.
 
     Raises:
-        ConfigError: Of all names, one of ours is the nearest.
+        ConfigError: The value is no name, and of all names one of ours is the nearest to it.
     """
     if value not in OPTIMIZERS:
         nearest = difflib.get_close_matches(str(value), [*OPTIMIZERS, *kind], 1)
         if nearest and nearest[0] in OPTIMIZERS:
-            # Adam and AdamW are equally near to some mistakes, and train differently.
-            near = difflib.get_close_matches(str(value), OPTIMIZERS, 2, _AS_NEAR) or nearest
-            meant = " or ".join(f'"{name}"' for name in near)
+            # Adam and AdamW are equally near to some mistakes, and train differently: then both are suggested.
+            suggested = difflib.get_close_matches(str(value), OPTIMIZERS, 2, _AS_NEAR) or nearest
+            meant = " or ".join(f'"{name}"' for name in suggested)
             raise ConfigError("optim", value, f"did you mean {meant}? ours are {', '.join(OPTIMIZERS)}")
         return original(value)
+    # Made by hand, as an `Enum` takes no members later; it is not among the class's members, which stay as they are.
     member = str.__new__(kind, value)
     member._name_, member._value_ = value.upper(), value
-    member.__reduce_ex__ = lambda protocol: (str, (str(value),))  # `training_args.bin` is read without `enable`, too
+    # Pickled as a plain string, so that `training_args.bin` can be read without `enable`, too.
+    member.__reduce_ex__ = lambda protocol: (str, (str(value),))
     return member
 
 
 def _choose_optimizer(
     original: Callable[..., Any], settings: OffloadConfig, args: Any, model: torch.nn.Module | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Replaces `Trainer.get_optimizer_cls_and_kwargs`: return the class and the arguments of one of `OPTIMIZERS`."""
-    name = str(getattr(args.optim, "value", args.optim))
+    """Replaces `Trainer.get_optimizer_cls_and_kwargs`: return the class and the arguments of one of `OPTIMIZERS`.
+
+    Args:
+        original: Returns those of other optimizers.
+        settings: As `enable` was given them.
+        args: The training arguments.
+        model: The model, for the names of its parameters.
+    """
+    name = str(getattr(args.optim, "value", args.optim))  # of a member of `OptimizerNames`, or a string
     if name not in OPTIMIZERS:
         _warn_of_other_optimizer(name)
         return cast("tuple[Any, dict[str, Any]]", original(args, model))
     kind, accepted, accepted_as_text = OPTIMIZERS[name]
     values = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon, "adamw_eps": args.adam_epsilon}
     values["adjust_lr_fn"] = "match_rms_adamw"  # a Trainer has one learning rate, which has to suit AdamW, too
-    most = _max_checkpoints(args) or 0  # 0 for any number: each is a copy then
+    max_checkpoints = _max_checkpoints(args) or 0  # 0 where their number has no limit: each is a copy then
     if settings.checkpoints_kept is None:
-        settings = replace(settings, checkpoints_kept=most)
-    _warn_of_copies(settings, most)
+        settings = replace(settings, checkpoints_kept=max_checkpoints)
+    _warn_of_copies(settings, max_checkpoints)
     options = {key: values[key] for key in accepted} | _read_optim_args(args.optim_args, name, accepted_as_text)
     return _named_class(kind, model), {"lr": args.learning_rate, "offload": settings, **options}
 
@@ -237,7 +257,11 @@ def _warn_of_other_optimizer(name: str) -> None:
 
 
 def _warn_of_copies(config: OffloadConfig, most: int) -> None:
-    """Warn once that checkpoints are copies, as fewer can be kept on the paths than a Trainer has (`most`)."""
+    """Warn once that checkpoints are copies: a Trainer has up to `most` of them, and the paths keep fewer.
+
+    0 for `most` means that their number has no limit: nothing is said then. Nor is anything said where
+    `checkpoints_kept` is 0, as that asks for copies.
+    """
     global _warned_of_copies
     if not _warned_of_copies and config.paths and 0 < config.checkpoints < most:
         _warned_of_copies = True
@@ -248,14 +272,18 @@ def _warn_of_copies(config: OffloadConfig, most: int) -> None:
 def _max_checkpoints(args: Any) -> int | None:
     """Return the most checkpoints that a Trainer has at a time, including the next one; None for any number."""
     limit = args.save_total_limit
-    if limit is None or limit <= 0:
+    if limit is None or limit <= 0:  # a Trainer takes both for no limit
         return None
     least = 1 if args.metric_for_best_model is None else 2  # the best one stays beside the last one
     return int(max(limit, least)) + 1  # an old one is deleted only when the new one is whole
 
 
 def _named_class(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> type[torch.optim.Optimizer]:
-    """Return a subclass that gives its parameters their names in the model, which checkpoints then have."""
+    """Return a subclass of `kind` that names its parameters as the model does, so that checkpoints have these names.
+
+    The Trainer gives an optimizer parameters without names. Without a model, or with parameters that are not the
+    model's, they stay without.
+    """
     names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
 
     def has_names(group: Mapping[str, Any]) -> bool:
@@ -270,16 +298,19 @@ def _named_class(kind: type[torch.optim.Optimizer], model: torch.nn.Module | Non
             super().__init__(groups, *arguments, **options)
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
-            """Add a group, whose parameters get names if the others have some: torch wants them in all groups."""
-            at, params = len(self.param_groups), param_group.get("params")
-            is_to_name = at and "param_names" in self.param_groups[0]
+            """Add a group; name its parameters if those of the other groups have names: torch wants all or none.
+
+            A parameter that is not the model's is named by its position.
+            """
+            group_index, params = len(self.param_groups), param_group.get("params")
+            is_to_name = group_index and "param_names" in self.param_groups[0]
             if is_to_name and isinstance(params, Iterable) and not isinstance(params, set):  # else torch refuses it
                 listed = [params] if isinstance(params, torch.Tensor) else [*params]
                 param_group["params"] = [
-                    (names.get(id(each), f"param_groups[{at}].params[{n}]"), each)
+                    (names.get(id(each), f"param_groups[{group_index}].params[{position}]"), each)
                     if isinstance(each, torch.Tensor)
-                    else each
-                    for n, each in enumerate(listed)
+                    else each  # a pair of name and parameter already, or something that torch refuses
+                    for position, each in enumerate(listed)
                 ]
             super().add_param_group(param_group)
 
@@ -288,10 +319,10 @@ def _named_class(kind: type[torch.optim.Optimizer], model: torch.nn.Module | Non
 
 
 def _our_optimizer(trainer: Any) -> Any:
-    """Return a trainer's optimizer of ours, out of Accelerate's wrapper; None if it has none that is served here.
+    """Return a Trainer's optimizer, out of Accelerate's wrapper, if it is one of ours; else None.
 
-    Not served here is one under DeepSpeed or FSDP, unless FSDP only keeps the weights in host memory: that is in one
-    process, and shards nothing.
+    None, too, if DeepSpeed or FSDP may shard the model. FSDP does not where it only keeps weights in host memory, in
+    one process.
     """
     may_shard = getattr(trainer, "is_fsdp_enabled", False) and not _has_weights_in_host(trainer)
     if may_shard or getattr(trainer, "is_deepspeed_enabled", False):
@@ -301,25 +332,33 @@ def _our_optimizer(trainer: Any) -> Any:
 
 def _names_ours(args: Any) -> bool:
     """Return whether training arguments name one of our optimizers."""
+    # `optim` is a member of `OptimizerNames`, or a string.
     return str(getattr(args.optim, "value", args.optim)) in OPTIMIZERS
 
 
 def _uses_ours(trainer: Any) -> bool:
-    """Return whether a Trainer is to make an optimizer of ours, or has one: by its arguments, or as it was given."""
+    """Return whether a Trainer has an optimizer of ours, or will make one.
+
+    It makes one whose name is in its training arguments, or whose class it was given as `optimizer_cls_and_kwargs`.
+    """
+    # The attribute is None if nothing was given; older releases have none.
     kind, _ = getattr(trainer, "optimizer_cls_and_kwargs", None) or (None, None)
     is_given = isinstance(kind, type) and issubclass(kind, OffloadedOptimizer)
     return is_given or _names_ours(trainer.args) or _our_optimizer(trainer) is not None
 
 
 def _has_weights_in_host(trainer: Any) -> bool:
-    """Return whether a Trainer uses FSDP with an optimizer of ours: then its weights are kept in host memory."""
+    """Return whether a Trainer uses FSDP, and its arguments name an optimizer of ours: weights are in host memory.
+
+    `_move_weights_to_host` refuses any other use of FSDP with ours.
+    """
     return getattr(trainer, "is_fsdp_enabled", False) and _names_ours(trainer.args)
 
 
 def _move_weights_to_host(trainer: Any) -> None:
-    """Move weights to host memory, as the Trainer's settings say: FSDP2 with offloading, in one process.
+    """Apply FSDP2 so that it keeps the model's weights in host memory; Accelerate does not apply it again.
 
-    FSDP2 is applied here; Accelerate does not apply it again.
+    That is the only use of FSDP which is supported: FSDP2 with `cpu_offload`, in one process. Others are refused.
     """
     accelerator, model = trainer.accelerator, trainer.model
     plugin = accelerator.state.fsdp_plugin
@@ -331,19 +370,26 @@ def _move_weights_to_host(trainer: Any) -> None:
     if isinstance(model, fsdp.FSDPModule):  # a second `train`
         return
     plugin.set_auto_wrap_policy(model)  # now, as it finds layers by the names of classes, which FSDP2 changes
+    # The policy that goes by classes of layers is a `functools.partial` now, with these classes as a keyword. Other
+    # policies name no classes.
     layer_classes = getattr(plugin.auto_wrap_policy, "keywords", {}).get("transformer_layer_cls", ())
     layers = [module for module in model.modules() if type(module) in layer_classes]
     if plugin.activation_checkpointing:
         plugin.activation_checkpointing = False  # done here: Accelerate would look for layers by their old names
         import_module("accelerate.utils").fsdp2_apply_ac(accelerator, model)
-    offload.weights_in_host_memory(model, layers=layers or None)
-    if accelerator.native_amp:  # autocast, as without FSDP: FSDP's mixed precision would need fp32 weights
+    offload.weights_in_host_memory(model, layers=layers or None)  # None: the modules that the model's lists repeat
+    if accelerator.native_amp:
+        # Autocast, as without FSDP: FSDP's mixed precision would need fp32 weights. `evaluation_mode` keeps
+        # Accelerate from wrapping the model in anything else.
         accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     shared.disable_no_sync(accelerator)
 
 
 def _call_as_without_fsdp(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a Trainer's method that saves or loads; as if FSDP were off if it has weights in host memory."""
+    """Call a Trainer's method that saves or loads, which is `original`; also replaces two such methods.
+
+    With weights in host memory the method runs as if FSDP were off: one process has all of each weight.
+    """
     if not _has_weights_in_host(trainer):
         return original(trainer, *arguments, **options)
     trainer.is_fsdp_enabled = False
@@ -354,7 +400,10 @@ def _call_as_without_fsdp(trainer: Any, original: Callable[..., Any], *arguments
 
 
 def _is_of_fsdp(checkpoint: str) -> bool:
-    """Return whether a Trainer with FSDP and another optimizer has written a checkpoint."""
+    """Return whether a checkpoint was written by a Trainer with FSDP and another optimizer than ours.
+
+    It has FSDP's files of weights, and no folder of ours.
+    """
     written = glob.glob(os.path.join(glob.escape(checkpoint), "pytorch_model_fsdp*"))
     return bool(written) and not os.path.isdir(os.path.join(checkpoint, FOLDER))
 
@@ -367,7 +416,7 @@ def _set_interrupted_aside(arguments: Any, original: Callable[..., None]) -> Non
 
 
 def _set_aside(arguments: Any) -> None:
-    """Set folders of interrupted saves aside: those that our markers show."""
+    """Rename folders in `output_dir` whose save was interrupted, as our markers show: nobody is to load them."""
     if arguments.output_dir:
         set_aside(os.fspath(arguments.output_dir), saving.CHECKPOINTS)
 
@@ -375,7 +424,10 @@ def _set_aside(arguments: Any) -> None:
 def _create_optimizer(
     trainer: Any, original: Callable[..., Any], commits: bool, *arguments: Any, **options: Any
 ) -> Any:
-    """Replaces `Trainer.create_optimizer`: prepare weights; serve an optimizer of ours in any `train`."""
+    """Replaces `Trainer.create_optimizer`: move weights before; afterwards join an optimizer of ours to the Trainer.
+
+    `commits` is whether a SIGTERM saves a checkpoint.
+    """
     if _has_weights_in_host(trainer):
         _move_weights_to_host(trainer)
     optimizer = original(trainer, *arguments, **options)
@@ -386,16 +438,20 @@ def _create_optimizer(
 
 
 def _join_accelerator(trainer: Any) -> None:
-    """Have Accelerate clip in the update of our optimizer, which asks it what pass is the last; idempotent."""
+    """Have Accelerate's clipping use the update of our optimizer, which asks Accelerate whether a pass is the last.
+
+    Idempotent.
+    """
     accelerator = trainer.accelerator
     shared.tell_last_pass(_our_optimizer(trainer), accelerator)
-    if "clip_grad_norm_" in vars(accelerator):  # by an earlier `train`
+    if "clip_grad_norm_" in vars(accelerator):  # an earlier call has replaced it on this object
         return
     clip = accelerator.clip_grad_norm_
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip in the update if our optimizer can, else as Accelerate does."""
         optimizer_now = _our_optimizer(trainer)  # a second `train` may have made another one
+        # A callback that sees gradients before the step has to see them clipped, which they are not until the update.
         if optimizer_now is None or (optimizer_now.keeps_grads and _shows_gradients(trainer)):
             return clip(parameters, max_norm, norm_type)
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -407,19 +463,20 @@ def _join_accelerator(trainer: Any) -> None:
 
 
 def _shows_gradients(trainer: Any) -> bool:
-    """Return whether a callback is shown gradients after clipping: it may change them without trace, by `.data`.
+    """Return whether a callback of the user's is called between clipping and the step, by `on_pre_optimizer_step`.
 
-    None of those that transformers has changes them.
+    It may read gradients, or change them without trace, by `.data`. transformers' own callbacks change none.
     """
+    # A callback that does not define the method has that of `TrainerCallback`, a class of transformers.
     methods = (callback.on_pre_optimizer_step for callback in trainer.callback_handler.callbacks)
     return any(str(method.__module__).partition(".")[0] != "transformers" for method in methods)
 
 
 class _Serving(saving.Callback):  # type: ignore[misc]
-    """Serves an optimizer of ours, whoever has made it."""
+    """Prepares an optimizer of ours for training, and finishes it, whether the Trainer or its caller has made it."""
 
     def on_train_begin(self, *arguments: Any, **options: Any) -> None:
-        """Begin without gradients; let steps be hidden in what the model does next."""
+        """Begin without gradients; let steps overlap forward and backward, as the config's `overlap` says."""
         trainer, ours = self.trainer_ref(), self.optimizer()
         if trainer is not None and ours is not None:
             ours.zero_grad()  # also those that have left `.grad`, of a step that an error has ended
@@ -432,7 +489,7 @@ class _Serving(saving.Callback):  # type: ignore[misc]
         ours = self.optimizer()
         if ours is not None:
             ours.finish()
-            ours.engine.checkpoints.release_deleted()  # those deleted after the last save: no other save does it
+            ours.engine.checkpoints.release_deleted()  # deleted since the last save; no further save does this
 
 
 def _ensure_callbacks(trainer: Any, commits: bool) -> saving.Sigterm | None:
@@ -443,11 +500,12 @@ def _ensure_callbacks(trainer: Any, commits: bool) -> saving.Sigterm | None:
 
 def _ensure_callback(trainer: Any, kind: type[C]) -> C:
     """Return a Trainer's callback of a class of ours; add one if it has none."""
-    for callback in trainer.callback_handler.callbacks:  # of which another Trainer's list may be a part
+    for callback in trainer.callback_handler.callbacks:  # some may have been given from another Trainer's list
         if isinstance(callback, kind) and callback.trainer_ref() is trainer:
             return callback
     base = import_module("transformers").TrainerCallback
-    # Where callbacks are pickled, a plain one takes its place: the next Trainer adds its own.
+    # The class is made here, as transformers is not imported together with this package. Where callbacks are pickled,
+    # a plain `TrainerCallback` takes the place of ours: the next Trainer adds its own.
     made_class = type(kind.__name__, (kind, base), {"__reduce__": lambda self: (base, ())})
     made: C = made_class(trainer, _our_optimizer)
     trainer.add_callback(made)
@@ -462,7 +520,10 @@ def _training_step(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Replaces `Trainer.training_step` (forward and backward): activations are kept on the paths meanwhile."""
+    """Replaces `Trainer.training_step` (forward and backward): saved tensors beyond `memory` leave for the paths.
+
+    `memory` is a size of host memory; see `activations_on_paths`.
+    """
     ours = _our_optimizer(trainer)
     with contextlib.nullcontext() if ours is None else ours.activations_on_paths(model, memory):
         return original(trainer, model, *arguments, **options)
@@ -477,7 +538,7 @@ def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *ar
 
 
 class _Pointer:
-    """Replaces an optimizer while a Trainer writes or reads `optimizer.pt`; `content` is that file's."""
+    """Stands in for an optimizer while a Trainer writes or reads `optimizer.pt`; `content` is the file's content."""
 
     def __init__(self, content: dict[str, Any] | None = None) -> None:
         self.content = content
@@ -494,7 +555,17 @@ class _Pointer:
 def _call_with_pointer(
     trainer: Any, original: Callable[..., Any], folder: str, content: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Call the Trainer's method with a `_Pointer` in place of its optimizer; return the content that it has then."""
+    """Call a Trainer's method that writes or reads `optimizer.pt`, with a `_Pointer` in place of the optimizer.
+
+    Args:
+        trainer: The Trainer.
+        original: Its method.
+        folder: The checkpoint's folder.
+        content: What the method is to write; None if it reads.
+
+    Returns:
+        What it has read, or `content`.
+    """
     optimizer, pointer = trainer.optimizer, _Pointer(content)
     trainer.optimizer = pointer
     try:
@@ -514,7 +585,7 @@ def _save_checkpoint(trainer: Any, original: Callable[..., Any], *arguments: Any
 
 
 def _save_optimizer(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
-    """Replaces `Trainer._save_optimizer_and_scheduler`.
+    """Replaces `Trainer._save_optimizer_and_scheduler`: save our checkpoint, and write a pointer as `optimizer.pt`.
 
     This waits for the commit: the Trainer deletes an older checkpoint next, and a kill must leave a whole one.
     """
@@ -523,18 +594,22 @@ def _save_optimizer(trainer: Any, original: Callable[..., Any], output_dir: str)
         _call_as_without_fsdp(trainer, original, output_dir)
         return
     ours.engine.checkpoints.release_deleted()  # before the new one needs room
-    most = _max_checkpoints(trainer.args)
-    _warn_of_copies(ours.engine.config, most or 0)
-    folder, is_fewer = os.path.join(output_dir, FOLDER), most is None or ours.engine.config.checkpoints < most
-    # The second: more may be wanted, such as one that a state which was resumed from names as the best.
-    copy = is_fewer or shared.is_to_copy(ours.engine, folder)
+    limit = _max_checkpoints(trainer.args)
+    _warn_of_copies(ours.engine.config, limit or 0)
+    folder, keeps_too_few = os.path.join(output_dir, FOLDER), limit is None or ours.engine.config.checkpoints < limit
+    # A copy if the paths cannot keep all of the Trainer's checkpoints. `is_to_copy` is asked, too, as the Trainer may
+    # want more than its limit: the best one, say, of the run that it was resumed from.
+    copy = keeps_too_few or shared.is_to_copy(ours.engine, folder)
     ours.save_checkpoint(folder, copy=copy)
     ours.wait_checkpoint()
     _call_with_pointer(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
 
 
 def _load_model(trainer: Any, original: Callable[..., Any], checkpoint: str, *arguments: Any, **options: Any) -> Any:
-    """Replaces `Trainer._load_from_checkpoint`, with which a resume begins: refuse a folder that is not whole."""
+    """Replaces `Trainer._load_from_checkpoint`, which loads weights as a resume begins: refuse a broken checkpoint.
+
+    That is one which is not whole; see `_find_fault`.
+    """
     if _uses_ours(trainer):
         _check_whole(checkpoint)
     if _is_of_fsdp(checkpoint):  # whose files FSDP alone reads
@@ -550,7 +625,9 @@ def _train(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Replaces `Trainer.train`: serve an optimizer of ours, and resume from a checkpoint that is whole.
+    """Replaces `Trainer.train`: add our callbacks, and resume from a checkpoint that is whole.
+
+    `commits` is whether a SIGTERM saves a checkpoint.
 
     Raises:
         ConfigError: DeepSpeed is to make the optimizer, of its own where its config names one.
@@ -560,30 +637,34 @@ def _train(
     wanted: Any = resume_from_checkpoint  # a path, or true for the last one in `output_dir`
     if wanted and _uses_ours(trainer):
         wanted = _whole_instead(trainer, wanted)
-    _set_aside(trainer.args)  # of an optimizer, too, that the arguments do not name
+    _set_aside(trainer.args)  # again, as `_set_interrupted_aside` does so only where the arguments name ours
     sigterm = _ensure_callbacks(trainer, commits)
-    if trainer.model_init is not None or trainer.optimizer is None:  # else two would be open, with all their state
+    # In these two cases the Trainer makes a new optimizer. An older one, which these references would keep, is freed
+    # before that: two would have twice the state.
+    if trainer.model_init is not None or trainer.optimizer is None:
         trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     try:
         return original(trainer, wanted, *arguments, **options)
     except Exception:
-        if sigterm is not None and sigterm.has_signal:  # which ends this process below, before the error is shown
+        # `on_train_end` below passes the signal on, which ends the process before anybody would see the error.
+        if sigterm is not None and sigterm.has_signal:
             log.exception("training has failed, and a SIGTERM has come")
         raise
     finally:
         if sigterm is not None:
-            sigterm.on_train_end()  # an error may have ended training: its handler would note signals of a later one
+            sigterm.on_train_end()  # after an error the Trainer does not call it, and the handler would stay
 
 
 def _whole_instead(trainer: Any, wanted: Any) -> Any:
-    """Return the last whole checkpoint in place of a last one that is not whole; else `wanted`.
+    """Return the checkpoint to resume from: usually `wanted`, a path, or True for the last one in `output_dir`.
 
-    The Trainer would resume from the last one, so that a run that is restarted automatically would fail each time.
-    A checkpoint that was named and is not the last one is not replaced by another.
+    If that is the last one, and not whole, the last whole one beside it is returned, if there is one: else a run that
+    is restarted automatically would fail each time. A checkpoint that is not the last one was chosen by a user, and
+    stays.
     """
     folder = trainer.args.output_dir if wanted is True else os.path.dirname(os.path.abspath(wanted))
     last: str | None = None
-    if os.path.isdir(folder):
+    if os.path.isdir(folder):  # else `get_last_checkpoint` would raise
         last = import_module("transformers.trainer_utils").get_last_checkpoint(folder)
     means_last = last and (wanted is True or os.path.abspath(wanted) == os.path.abspath(last))
     fault = _find_fault(last) if last and means_last else ""
@@ -604,7 +685,10 @@ def _whole_checkpoints_beside(folder: str) -> list[str]:
 
 
 def _check_whole(checkpoint: str) -> None:
-    """Raise `CheckpointError` for a Trainer's checkpoint that is not whole; other folders are left to the Trainer."""
+    """Raise `CheckpointError` if a Trainer's checkpoint is not whole.
+
+    Other folders, such as one of weights alone, are left to the Trainer.
+    """
     has_name = os.path.basename(os.path.abspath(checkpoint)).startswith("checkpoint-")
     is_trainers = has_name or os.path.isdir(os.path.join(checkpoint, FOLDER))
     fault = _find_fault(checkpoint) if is_trainers and os.path.isdir(checkpoint) else ""
@@ -619,7 +703,11 @@ def _check_whole(checkpoint: str) -> None:
 
 
 def _find_fault(checkpoint: str) -> str:
-    """Return why a Trainer's checkpoint is not whole, with what it lacks; "" if it lacks nothing."""
+    """Return why a Trainer's checkpoint is not whole, with the first file that it lacks; "" if it is whole.
+
+    A folder whose save has begun, and not ended, lacks the marker `WHOLE`. Any other needs `trainer_state.json`, and,
+    if it has our folder, the `COMMIT` in that.
+    """
     commit, released = os.path.join(FOLDER, "COMMIT"), os.path.join(FOLDER, "RELEASED")
 
     def lacks(name: str) -> bool:
@@ -640,7 +728,7 @@ def _load_optimizer(trainer: Any, original: Callable[..., Any], checkpoint: str 
     Else the state in that file, which is torch's, is loaded. The Trainer itself loads the scheduler.
     """
     ours = _our_optimizer(trainer)
-    if ours is None or checkpoint is None:
+    if ours is None or checkpoint is None:  # None: the Trainer resumes from nothing
         if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, FOLDER, "COMMIT")):
             raise CheckpointError(
                 f"{checkpoint} was written with an optimizer of offload, and the state of this one is not there: "

@@ -1,4 +1,9 @@
-"""Switching it on and off: the one place where verl is patched."""
+"""Switching the integration on and off, and functions that then replace verl's own; verl is patched here alone.
+
+A function that "Replaces" another is called in its place, and is given it as `original`. An optimizer "of ours" is an
+`OffloadedOptimizer`; others are left to verl. A *pointer* is a dict that verl saves in place of all state of ours: it
+names the folder of our checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,7 @@ RELIED_ON: dict[str, dict[str, tuple[str, str]]] = {
         "load_checkpoint": ("self local_path", "should_load_optimizer optimizer"),
     },
 }
-"""Functions that are replaced: parameters that they must begin with, and names that they must use."""
+"""Functions that are replaced: their first parameters, and names that their code must use; see `check_relied_on`."""
 
 _undo = contextlib.ExitStack()
 """What `enable` has replaced; closing it twice does nothing."""
@@ -84,7 +89,7 @@ def enable(keep_host: bool = True, **sizes: Any) -> None:
             _replace_everywhere(name, original, helper)
         for name, wrapper in wrappers.items():
             shared.replace(undo, manager, name, functools.partialmethod(wrapper, vars(manager)[name]))
-        _undo = undo.pop_all()
+        _undo = undo.pop_all()  # for `disable`; an error before this line has undone all replacements
 
 
 def disable() -> None:
@@ -93,14 +98,17 @@ def disable() -> None:
 
 
 def _replace_everywhere(name: str, present: Any, other: Any) -> None:
-    """Replace a function under its name where it is, and in all modules that have imported it."""
+    """In all modules where `name` is the function `present`, set it to `other`.
+
+    That is the module that defines the function, and each that has imported it by `from ... import`.
+    """
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is present:
             setattr(module, name, other)
 
 
 def _park(keep_host: bool, original: Callable[[Any], None], optimizer: Any) -> None:
-    """Replaces `offload_fsdp_optimizer`: park an optimizer of ours."""
+    """Replaces `offload_fsdp_optimizer`, which moves state off the GPU: park an optimizer of ours."""
     own = shared.ours(optimizer)
     if own is None:
         original(optimizer)
@@ -108,14 +116,14 @@ def _park(keep_host: bool, original: Callable[[Any], None], optimizer: Any) -> N
     try:
         own.park(keep_host)
     except ConfigError as error:
-        if error.field != "park":
+        if error.field != "park":  # which says that gradients or activations still need memory
             raise
         # Workers for Tinker leave training between backward and the step, and verl moves its state all the same.
         log.info("the optimizer is not parked now: %s", error)
 
 
 def _unpark(original: Callable[[Any, Any], None], optimizer: Any, device_id: Any) -> None:
-    """Replaces `load_fsdp_optimizer`: unpark an optimizer of ours."""
+    """Replaces `load_fsdp_optimizer`, which moves state back to the GPU: unpark an optimizer of ours."""
     own = shared.ours(optimizer)
     if own is None:
         original(optimizer, device_id)
@@ -129,19 +137,26 @@ def _check_optimizer(manager: Any, original: Callable[..., None], *arguments: An
     own = shared.ours(manager.optimizer)
     if own is None:
         return
-    if not own.keeps_grads:
+    if not own.keeps_grads:  # verl clips `.grad` itself, after backward
         VERL_CLIPS.refuse("keep_grads", False)
+    # Refuses steps that go on into forward: verl gives the new weights to generation right after its step.
     VERL_GENERATES.check("overlap", own.config.overlap)
 
 
 class _PointerWhileSaving:
-    """Replaces an optimizer while verl saves: `state_dict` saves to a folder, and returns a pointer to it."""
+    """Stands in for an optimizer of ours while verl saves: `state_dict` saves to a folder, and returns a pointer.
+
+    Args:
+        optimizer: The optimizer.
+        folder: The folder to save to.
+        watched: Folders of earlier checkpoints, by their names; the new one is added.
+    """
 
     def __init__(self, optimizer: Any, folder: str, watched: dict[str, shared.WatchedFolder]) -> None:
         self.optimizer, self.folder, self.watched = optimizer, folder, watched
 
     def state_dict(self) -> dict[str, Any]:
-        """Release checkpoints that rank 0 has deleted before this, save to the folder, and return a pointer to it."""
+        """Release checkpoints whose folders verl's rank 0 has deleted, save to the folder, return a pointer to it."""
         for folder in [folder for folder, watched in self.watched.items() if watched.is_deleted]:
             del self.watched[folder]
             shared.release(shared.ours(self.optimizer).engine, folder)
@@ -152,7 +167,13 @@ class _PointerWhileSaving:
 
 
 class _PointerWhileLoading:
-    """Replaces an optimizer, ours or another one, while verl loads: `load_state_dict` takes a pointer, too."""
+    """Stands in for an optimizer, ours or another, while verl loads: `load_state_dict` accepts a pointer, too.
+
+    Args:
+        optimizer: The optimizer.
+        model_folder: The folder that verl loads.
+        watched: Folders of earlier checkpoints, by their names; the one that is loaded is added.
+    """
 
     def __init__(self, optimizer: Any, model_folder: str, watched: dict[str, shared.WatchedFolder]) -> None:
         self.optimizer, self.model_folder, self.watched = optimizer, model_folder, watched
@@ -162,7 +183,10 @@ class _PointerWhileLoading:
         return getattr(self.optimizer, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what verl completes a checkpoint by: of ours nothing, which lacks none and would be slow to read."""
+        """Return the optimizer's state, by which verl completes a checkpoint that lacks some; {} for one of ours.
+
+        Our checkpoints lack nothing, and our state would be slow to read.
+        """
         return {} if shared.ours(self.optimizer) is not None else self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -183,7 +207,7 @@ class _PointerWhileLoading:
 
 @contextlib.contextmanager
 def _replacing_optimizer(manager: Any, stand_in: Any) -> Iterator[None]:
-    """Give a manager another optimizer while this context lasts."""
+    """While this context lasts, `manager.optimizer` is `stand_in`."""
     optimizer, manager.optimizer = manager.optimizer, stand_in
     try:
         yield
@@ -192,7 +216,7 @@ def _replacing_optimizer(manager: Any, stand_in: Any) -> Iterator[None]:
 
 
 def _watched_folders_of(manager: Any) -> dict[str, shared.WatchedFolder]:
-    """Return the folders that a manager has saved to or loaded from, and not released yet; callers change this."""
+    """Return the dict of folders that a manager has saved to or loaded from, and not released; callers change it."""
     folders: dict[str, shared.WatchedFolder] = vars(manager).setdefault("offload_saved", {})
     return folders
 
@@ -202,7 +226,7 @@ def _save_checkpoint(
 ) -> None:
     """Replaces `FSDPCheckpointManager.save_checkpoint`: verl saves a pointer in place of our optimizer's state.
 
-    The model's folder is marked as begun before, and as whole after that.
+    Before that the model's folder, `local_path`, is marked as begun; afterwards it is marked as whole.
     """
     own = shared.ours(manager.optimizer)
     if own is None or local_path is None:
@@ -210,7 +234,8 @@ def _save_checkpoint(
         return
     folder = os.path.join(os.path.abspath(local_path), FOLDER)
     model_folder = os.path.dirname(folder)
-    is_one_of_step = STEP.fullmatch(os.path.basename(os.path.dirname(model_folder)))  # a mirror keeps both names
+    # Of a folder within a step's, such as `global_step_10/actor`, a mirror keeps both parts of the path.
+    is_one_of_step = STEP.fullmatch(os.path.basename(os.path.dirname(model_folder)))
     begin_folder(model_folder, Marker(depth=2 if is_one_of_step else 1))
     with _replacing_optimizer(manager, _PointerWhileSaving(own, folder, _watched_folders_of(manager))):
         original(manager, local_path, *arguments, **options)

@@ -1,21 +1,23 @@
-"""Committing and releasing checkpoints: the order in which small files are written and deleted.
+"""Commits and releases checkpoints: the order in which their small files are written and deleted.
 
-    1. every store that the checkpoint refers to gets a pin              (a store with a pin is not deleted);
-       with one rank a file in the folder says before that that the checkpoint is not committed, and becomes `COMMIT`
-    2. the file with the caller's `extra`, then the manifest             (each whole or not there)
-    3. rank 0 waits for all manifests and writes `COMMIT`                (from now on there is a checkpoint)
-    4. the checkpoint that the folder held before is deleted; then older ones are released, each in its own folder:
-       `RELEASED` is written with its id, then its `COMMIT`, its manifest and its pins are deleted
+All tiles are durable before step 1. Each file is written whole, or is not there.
 
-`COMMIT` names the checkpoints that the folder held before: they are replaced, even if the session is killed in 4.
+    1. Every store that the checkpoint refers to gets a pin. A store with a pin is not deleted.
+       With one rank, an empty file in the folder (`begun_name`) says before this that the checkpoint is not
+       committed; writing `COMMIT` replaces that file.
+    2. The rank writes the file with the caller's `extra`, then its manifest.
+    3. Rank 0 waits for the manifests of all ranks, and writes `COMMIT`. From then on there is a checkpoint.
+    4. The checkpoint that the folder held before is deleted. Then older ones are released, each in its own folder:
+       `RELEASED` is written with the checkpoint's id; then its `COMMIT`, its manifest and its pins are deleted.
 
-Whatever happens in between, a folder holds the checkpoint from before or the new one. Data is durable before 1.
+So a folder holds the checkpoint from before or the new one, whatever happens in between. `COMMIT` names the
+checkpoints that the folder held before: they count as replaced, even if the session is killed in step 4.
 
-Giving up. A rank waits for others in 3: rank 0 for their manifests, the others for `COMMIT`. A rank gives up when its
-session breaks, when `close` has waited long enough, when it sees that a rank's process has ended, or its part failed,
-before that was done, or after `RANKS_TIMEOUT_S`. A rank whose part has failed says so by an empty file
-(`note_failure`), which goes with its session's next `COMMIT` in the folder. Only rank 0 decides, by writing
-`COMMIT`, and everything that a `COMMIT` may name has to be kept:
+Giving up. Ranks wait for each other in step 3: rank 0 for their manifests, the others for `COMMIT`. A rank gives up
+after `RANKS_TIMEOUT_S`, when its session breaks, when `close` has waited long enough, or when it sees that another
+rank cannot do its part any more: its process has ended, or the part has failed. A rank whose part has failed says so
+by an empty file (`note_failure`); its session's next `COMMIT` in the folder deletes that file. Only rank 0 decides,
+by writing `COMMIT`, and everything that a `COMMIT` may name has to be kept:
 
     rank 0 gives up before it begins to write `COMMIT`: no other rank writes it, so there will be no checkpoint;
         the files of this rank are deleted. Manifests of other ranks remain, and are ignored.
@@ -100,7 +102,7 @@ _log = logging.getLogger("offload")
 
 @dataclass(slots=True)
 class KeptCheckpoint:
-    """A checkpoint that this session has committed (or has resumed from) and that holds slots.
+    """A checkpoint that this session has committed or resumed from, and whose state in the stores is kept for it.
 
     Attributes:
         folder: The checkpoint's folder.
@@ -108,8 +110,8 @@ class KeptCheckpoint:
         rank: This rank.
         stores: Path and uuid of the stores that the checkpoint refers to.
         save_number: The machine's number of the save; None where the machine holds no slots for it.
-        locks: Those of the stores that an ended session has left and this one has locked without writing to them,
-            each with the lock; a store is deleted with its last checkpoint.
+        locks: Those of `stores` that ended sessions have left, and that this session has locked and does not write
+            to: path, uuid and lock of each. Such a store is deleted once no checkpoint needs it.
         is_reported: Whether the log has said that the checkpoint is missing.
     """
 
@@ -131,12 +133,15 @@ class KeptCheckpoint:
 class CommitJob:
     """One checkpoint to commit.
 
+    When `run` returns, the checkpoint is committed. When it raises `CheckpointError`, the checkpoint is `undone`, or
+    in doubt (`is_doubtful`).
+
     Attributes:
         folder: The folder of the checkpoint.
         request: The caller's request.
         manifest: This rank's part.
         extra: The caller's own bytes.
-        older: Checkpoints kept so far, oldest first.
+        older: Checkpoints kept so far, in the order in which they are to be released.
         keep: How many checkpoints to keep, this one included.
         check_stores: Called before anything is written; raises `CheckpointError` if a store in the manifest is not
             where it was opened.
@@ -145,18 +150,18 @@ class CommitJob:
         ranks_until_s: Returns the time, on the monotonic clock, at which other ranks are given up.
         pause_mirroring: Called on rank 0 before it writes `COMMIT`; returns the id of the checkpoint that it is
             mirroring, or "", and begins to mirror no other until the save has ended.
-        note_mirrored: Called on other ranks, before anything is released, with the id that `COMMIT` has of that; not
-            called if rank 0 was mirroring none.
+        note_mirrored: Called on other ranks, before anything is released, with the id of the checkpoint that rank 0
+            was mirroring, which they read in `COMMIT`; not called if rank 0 was mirroring none.
         is_needed: Returns whether somebody needs the slots of an older checkpoint, which is then kept.
-        read: Checkpoints that this session has resumed from and reads no more, with those of their stores that have
-            no lock. A checkpoint is removed from this list once these stores are deleted.
+        read: Checkpoints that this session has resumed from and does not read any more. Their `stores` are only those
+            without locks. A checkpoint is removed from this list once these stores are deleted.
         reader: Name of the files by which this session has noted in those stores that it reads them.
         doubtful: Checkpoints of this session that were in doubt so far.
-        abandoned_ids: Ids of saves that this rank, the first, has given up and that nobody will commit.
-        released: Those of `older` and `doubtful` that were released.
-        confirmed: Those of `doubtful` that were committed after all.
+        abandoned_ids: On rank 0: ids of saves that this rank has given up, and that nobody will commit.
+        released: Set by `run`: those of `older` and `doubtful` that were released.
+        confirmed: Set by `run`: those of `doubtful` that were committed after all.
         committed: Whether the checkpoint has been committed.
-        undone: Whether all files of the checkpoint have been deleted again.
+        undone: Whether this rank's files of the checkpoint are deleted again, or were never written.
         awaited: In words, what this rank waits for other ranks to do; "" if it does not wait.
         timeout_s: Seconds that a rank waits for the others; by default `RANKS_TIMEOUT_S`.
     """
@@ -214,13 +219,19 @@ class CommitJob:
             lock.release()
 
     def _wait_for_lock(self, lock: FolderLock) -> None:
-        """Wait until no other session commits in the folder; if this raises, nothing has been written (`undone`)."""
+        """Wait until no other session commits in the folder, and acquire its lock, which the caller releases.
+
+        Nothing is written before that, so the checkpoint counts as `undone` if the wait raises.
+        """
         self.undone = True
         self._wait(lambda: "" if lock.acquire() else "another session's checkpoint there", who_says="that one says")
         self.undone = False
 
     def _run(self) -> None:
-        """Write the files in the module's order, or undo that if it fails; then release older checkpoints."""
+        """Write the files in the order that the module gives, then release older checkpoints.
+
+        If the commit fails, its files are deleted again, unless a `COMMIT` may name them: then it is in doubt.
+        """
         folder, manifest = self.folder, self.manifest
         try:
             earlier_ids = released_before(folder) if manifest.rank == 0 else ()
@@ -229,7 +240,7 @@ class CommitJob:
             if manifest.rank == 0:
                 self._write_commit(begun, earlier_ids)
             else:
-                self._wait(
+                self._wait(  # a `COMMIT` that cannot be read (None) counts as missing, and is read again
                     lambda: "" if _is_committed(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}",
                     find_gone=self._find_gone,
                 )
@@ -248,7 +259,11 @@ class CommitJob:
             _log.warning("after the checkpoint in %s: %s", folder.path, error)
 
     def _write_part(self, begun: str) -> None:
-        """Pin the stores of this rank's part, and write its files; before that `begun`, unless "" (`begun_name`)."""
+        """Pin the stores of this rank's part, then write its files: `extra` and the manifest.
+
+        `begun` is the name of the file that says, from before the first pin, that the checkpoint is not committed
+        (`begun_name`); "" for none.
+        """
         folder, manifest = self.folder, self.manifest
         self.check_stores()
         if begun:
@@ -263,25 +278,29 @@ class CommitJob:
         folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
 
     def _write_commit(self, begun: str, earlier_ids: Sequence[str]) -> None:
-        """On rank 0: write `COMMIT` once all manifests are there; it replaces the file `begun`.
+        """On rank 0: write `COMMIT` once the manifests of all ranks are in the folder.
 
-        It names the checkpoints `earlier_ids`, which the folder held before.
+        `COMMIT` replaces the file `begun`, and names the checkpoints `earlier_ids`, which the folder held before.
+        Mirroring is paused before it is written, until the save has ended (`pause_mirroring`).
         """
         manifest = self.manifest
         self._wait(self._describe_missing, find_gone=self._find_gone)
-        if self.cancelled.is_set():
+        if self.cancelled.is_set():  # which the wait does not look at when nothing is missing
             raise CheckpointError(f"{self.folder.path} was not committed: the session broke")
         self._may_be_named = True
-        earlier_ids = [id for id in earlier_ids if id != manifest.id]  # which is there if two sessions mirror one
-        # The one that is replaced and those given up come first: `COMMIT` has room for `MAX_RELEASED` ids.
+        # The folder may hold this very checkpoint, if two sessions mirror it there. Named here, it would be released.
+        earlier_ids = [id for id in earlier_ids if id != manifest.id]
+        # `COMMIT` names at most `MAX_RELEASED` ids, so the most important come first: the replaced checkpoint's
+        # (the first of `earlier_ids`), and those of saves that were given up.
         replaced = (*earlier_ids[:1], *self.abandoned_ids, *earlier_ids[1:])
         self._mirrored_id = self.pause_mirroring()
+        # For the other ranks, which must not release what is mirrored; one rank alone has no need of it.
         mirrored = self._mirrored_id if manifest.ranks > 1 and self._mirrored_id else None
         commit = CommitRecord(manifest.id, manifest.ranks, replaced, mirrored)
         self.folder.write(COMMIT_NAME, seal_commit(commit), begun=begun)
 
     def undo(self) -> None:
-        """Delete the files and pins of this checkpoint in doubt; the caller knows that no rank will commit it."""
+        """Delete this rank's files and pins of the checkpoint; the caller knows that no rank will commit it."""
         self._delete_uncommitted(self.folder, self.manifest.id, [self._store(ref) for ref in self.manifest.stores])
         self.undone = True
 
@@ -301,7 +320,11 @@ class CommitJob:
         return [rank for rank in range(ranks) if manifest_name(id, rank) not in names]
 
     def _find_gone(self) -> str:
-        """Return, in words, the ranks that have ended, or failed, before they did what this commit needs; or ""."""
+        """Return, in words, which ranks cannot do their part of this commit any more; "" if there are none.
+
+        Such a rank's process has ended, or its part has failed, before its part was done: writing `COMMIT` on rank 0,
+        the manifest on others.
+        """
         ended = self.request.find_ended()  # before the folder is read: manifests that it lacks then will never come
         try:
             names = {*self.folder.names()}
@@ -309,11 +332,11 @@ class CommitJob:
             return ""
         manifest = self.manifest
         failed = [rank for rank in range(manifest.ranks) if failure_name(manifest.id, rank) in names]
-        for ranks, what in ((ended, "ended"), (failed, "failed")):
-            # Rank 0 has `COMMIT` to write, the others only their manifests.
+        for ranks, fate in ((ended, "ended"), (failed, "failed")):
+            # Rank 0 is needed even with its manifest there: it still has `COMMIT` to write.
             gone = [rank for rank in ranks if rank == 0 or manifest_name(manifest.id, rank) not in names]
             if gone:
-                return f"rank {', '.join(map(str, gone))} has {what}"
+                return f"rank {', '.join(map(str, gone))} has {fate}"
         return ""
 
     def _wait(
@@ -322,51 +345,63 @@ class CommitJob:
         who_says: str = "the other ranks say",
         find_gone: Callable[[], str] = str,  # returns ""
     ) -> None:
-        """Wait until nothing is missing any more: `missing` returns in words what is, or "".
+        """Poll until nothing is missing any more, with pauses from 0.01 s to 1 s; `awaited` says what is, meanwhile.
 
-        Raise `CheckpointError` if that takes too long, or if `find_gone` returns in words which ranks have gone: what
-        is missing cannot come then. The error tells users to see what `who_says`, such as "the other ranks say".
+        Args:
+            missing: Returns, in words, what is still missing; "" ends the wait.
+            who_says: Whose log the error tells users to see, such as "the other ranks say".
+            find_gone: Returns, in words, which ranks have gone, so that what is missing cannot come; "" for none.
+
+        Raises:
+            CheckpointError: That takes too long, a needed rank has gone, or the session broke.
         """
-        silence, last_what = waits.Silence(), ""
+        silence, last_missing_text = waits.Silence(), ""
         until_s, pause_s = silence.now_s + self.timeout_s, 0.01
         try:
             while True:
+                # `find_gone` first: what a rank has done before it was found gone, `missing` then sees.
                 gone = find_gone()
-                what = missing()
-                if not what:
+                missing_text = missing()
+                if not missing_text:
                     break
-                self.awaited = f"{what}, so that {self.folder.path} is a checkpoint"
-                if what != last_what:  # something has come
+                self.awaited = f"{missing_text}, so that {self.folder.path} is a checkpoint"
+                if missing_text != last_missing_text:  # something has come
                     silence.end()
                 if gone:
                     raise CheckpointError(f"{self.folder.path} was not committed: {gone}; see what it has said last")
                 is_late = silence.now_s > until_s or time.monotonic() > self.ranks_until_s()
+                # The pause ends early, with True, when `cancelled` is set.
                 if is_late or silence.wait(self.cancelled.wait, pause_s):
-                    story = f"{self.folder.path} was not committed: waited for {what} in vain"
+                    story = f"{self.folder.path} was not committed: waited for {missing_text} in vain"
                     raise CheckpointError(f"{story}; see what {who_says}")
                 silence.warn_if_due(lambda: self.awaited)
-                last_what = what
+                last_missing_text = missing_text
                 pause_s = min(2 * pause_s, 1.0)
         finally:
             self.awaited = ""
 
     def _is_commit_surely_missing(self) -> bool:
         """Return whether the folder lacks this `COMMIT`, and a write that has failed cannot take effect later."""
+        # `is False`: None means that the folder's `COMMIT` cannot be read.
         return not self.folder.fails_late and _is_committed(self.folder, self.manifest.id) is False
 
     def _resolve_doubt(self) -> None:
-        """Delete checkpoints in doubt that rank 0 gave up, as `COMMIT` says, or released; confirm those committed."""
-        abandoned = read_commit(self.folder).replaced if self.doubtful else ()
+        """Resolve earlier checkpoints in doubt, by what rank 0 has written since; this commit has succeeded.
+
+        A checkpoint that the new `COMMIT` names is deleted: rank 0 has given it up, or has replaced it in this
+        folder. So is one that rank 0 has released. One that rank 0 has committed is confirmed. Others stay in doubt.
+        """
+        abandoned_ids = read_commit(self.folder).replaced if self.doubtful else ()
         for checkpoint in self.doubtful:
             folder = open_folder(checkpoint.folder)
             # Before its standing: rank 0 may be releasing it now, and writes that down before `COMMIT` is deleted.
-            is_there = _is_committed(folder, checkpoint.id)
+            is_committed = _is_committed(folder, checkpoint.id)
             verdict = standing(checkpoint.pin, store="")
-            if checkpoint.id in abandoned or verdict is Standing.RELEASED:
+            if checkpoint.id in abandoned_ids or verdict is Standing.RELEASED:
                 stores = [store_folder(path, store) for path, store in checkpoint.stores]
                 self._delete_uncommitted(folder, checkpoint.id, stores)
                 self.released.append(checkpoint)
-            elif is_there:  # else it stays in doubt
+            elif is_committed:  # else it stays in doubt
                 self.confirmed.append(checkpoint)
 
     def _delete_uncommitted(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:
@@ -377,7 +412,7 @@ class CommitJob:
         ]
         are_done = [_has_succeeded(step) for step in steps]
         begun = begun_name(folder, id)  # "" in a bucket; with several ranks there is no such file
-        # Last, and not if a pin may be left: while this file is there, such pins count as released.
+        # Deleted last, and only if no pin is left: while the file `begun` is there, such pins count as released.
         if begun and all(are_done):
             _has_succeeded(partial(folder.delete, begun))
 
@@ -397,7 +432,7 @@ class CommitJob:
             except CheckpointError as error:
                 _log.warning("%s", error)
         elsewhere = [checkpoint for checkpoint in self.older if checkpoint.folder != path]
-        excess = max(0, len(elsewhere) + 1 - self.keep)
+        excess = max(0, len(elsewhere) + 1 - self.keep)  # 1: this checkpoint
         for checkpoint in elsewhere[:excess]:
             self._release(checkpoint)
         # The folder may still have the store of a copy that was saved to it before.
@@ -409,27 +444,32 @@ class CommitJob:
                     self.read.remove(checkpoint)
 
     def _delete_replaced_files(self) -> None:
-        """Delete files of checkpoints that the folder held before; of one that is being mirrored they stay."""
-        replaced = read_commit(self.folder).replaced
+        """Delete the files of checkpoints that the folder held before, all ranks' files.
+
+        Those of a checkpoint that is being mirrored stay.
+        """
+        replaced_ids = read_commit(self.folder).replaced
         released_ids, _ = read_released(self.folder)
-        if released_ids:  # `COMMIT` names them now
+        if released_ids:  # `COMMIT` names them, too
             self.folder.delete(RELEASED_NAME)
         # Not those of other ids: another save to this folder may be under way.
         for name in self.folder.names():
+            # Such names are "manifest-<id>-<rank>.json", "failed-<id>-<rank>" and so on.
             id = name.split("-")[1] if OWN_FILE.fullmatch(name) or FAILURE.fullmatch(name) else ""
-            if id in replaced and id != self._mirrored_id and self._has_freed(name):
+            if id in replaced_ids and id != self._mirrored_id and self._has_freed(name):
                 self.folder.delete(name)
 
     def _has_freed(self, name: str) -> bool:
-        """Free what a replaced file alone names, a copy's stores in the folder; return whether none of them is left.
+        """Delete the stores in this folder that a replaced manifest names; return whether none of them is left.
 
-        With locks there is nothing to do: `delete_free` finds such stores.
+        They are those of a copy. Only when they are gone may the manifest be deleted, as nothing else names them.
+        Other files name no stores. In a folder with locks there is nothing to do: `delete_free` finds such stores.
         """
         if self.folder.has_locks or not name.startswith("manifest-"):
             return True
         try:
             manifest = decode(self.folder.read(name) or b"", name)
-        except CheckpointError:  # it is damaged: nobody knows its stores
+        except CheckpointError:  # it is damaged, or has gone (b""): nobody knows its stores
             return True
         stores: list[Place] = [(self.folder.path, ref.store) for ref in manifest.stores if ref.path is None]
         try:
@@ -439,14 +479,14 @@ class CommitJob:
             return False
 
     def _release(self, checkpoint: KeptCheckpoint) -> None:
-        """Release a checkpoint whose place this one takes, unless somebody needs it, and note it in `released`."""
+        """Release an older checkpoint, whose place this one takes; note it in `released` if that succeeds."""
         note = f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"
         if release(checkpoint, note, is_needed=self.is_needed):
             self.released.append(checkpoint)
 
 
 def _has_succeeded(step: Callable[[], object]) -> bool:
-    """Do a step of deleting what a failed checkpoint has left; return whether it succeeded, and log it if not."""
+    """Do one step of deleting a failed checkpoint's files; return whether it succeeded, and log the error if not."""
     try:
         step()
     except CheckpointError as error:
@@ -465,9 +505,10 @@ def _is_committed(folder: Folder, id: str) -> bool | None:
 
 
 def note_failure(folder: Folder, request: SaveRequest) -> None:
-    """Tell the other ranks that this one's part of a save has failed, so that they give it up; if that can be done.
+    """Tell the other ranks, by a file in the folder, that this rank's part of a save has failed: they give it up.
 
-    For a save, or a mirror's copy, that this rank has not committed, and that is not in doubt.
+    For a save, or a mirror's copy, that this rank has not committed, and that is not in doubt. Nothing is raised if
+    the file cannot be written.
     """
     if request.ranks > 1:
         with contextlib.suppress(CheckpointError):
@@ -488,8 +529,9 @@ def release(
 ) -> bool:
     """Release a checkpoint: withdraw it from its folder, and take its pins off its stores.
 
-    `RELEASED` is written with its id, then its `COMMIT` is deleted. A checkpoint with neither file in its folder is
-    not released: the folder may have been moved.
+    Rank 0 writes `RELEASED` with its id, and then deletes its `COMMIT`. Each rank deletes its own other files and its
+    pins; ranks other than 0 wait a moment for rank 0 to release it first. A checkpoint whose folder has neither of
+    the two files is not released, unless `missing`: the folder may have been moved.
 
     Args:
         checkpoint: The checkpoint.
@@ -498,7 +540,7 @@ def release(
         is_needed: Returns whether somebody needs its slots.
 
     Returns:
-        Whether its slots are free now; if not, the log says why.
+        Whether its slots are free now. If not, the log says why, unless somebody has opened it during this call.
     """
     try:
         if is_needed(checkpoint):
@@ -512,9 +554,9 @@ def release(
             _report_missing(checkpoint)
             return False
         if verdict is not Standing.MISSING:
-            is_committed = verdict is Standing.HELD  # then this is rank 0
+            is_committed = verdict is Standing.HELD  # only on rank 0: others have returned above
             _withdraw(checkpoint, note, committed=is_committed)
-        if is_needed(checkpoint):  # somebody opened it meanwhile; from now on nobody can
+        if is_needed(checkpoint):  # somebody opened it before it was withdrawn; nobody can open it any more
             return False
         _unpin_and_delete(checkpoint)
     except CheckpointError as error:
@@ -524,7 +566,7 @@ def release(
 
 
 def _report_missing(checkpoint: KeptCheckpoint) -> None:
-    """Log once, noted in `is_reported`, that a checkpoint is not in its folder, and what a user can do."""
+    """Log that a checkpoint is not in its folder, and what a user can do; only once for each (`is_reported`)."""
     if checkpoint.is_reported:
         return
     checkpoint.is_reported = True
@@ -540,11 +582,11 @@ def _report_missing(checkpoint: KeptCheckpoint) -> None:
 def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.PathLike[str]) -> bool:
     """Release the checkpoint in a folder that the caller deletes next, for all ranks and whichever session keeps it.
 
-    The folder's `RELEASED` is deleted with it, so another one is written in `noted_in`. Sessions read that at their
-    next commit or resume, and then free the checkpoint's slots; `offload gc` does, too.
+    The folder's `RELEASED` will be deleted with the folder, so another one is written in `noted_in`. Sessions read
+    that at their next commit or resume, and then free the checkpoint's slots; `offload gc` does, too.
 
     Args:
-        folder: Of the checkpoint; one that holds none, or a copy of one that is elsewhere, is left as it is.
+        folder: The checkpoint's. A folder that holds no checkpoint, or a copy of one elsewhere, is left as it is.
         noted_in: The folder above `folder`, or the one above that.
 
     Returns:
@@ -555,7 +597,8 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
         ConfigError: A folder has a name that none can have.
     """
     target, above = open_folder(folder), open_folder(noted_in)
-    # Deleting a folder deletes a link in it, but not the folder that the link is to.
+    # The caller may delete a link to the checkpoint's folder, which then stays: so nothing is released. `open_folder`
+    # resolves links, so below a link the resolved path differs from the one that was given.
     is_linked = os.path.relpath(folder, noted_in) != os.path.relpath(target.path, above.path)
     if is_linked or above.path not in folders_above(target.path) or target.read(COMMIT_NAME) is None:
         return False
@@ -564,7 +607,7 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
     folders = [store_folder(path, store) for path, store in sorted(stores)]
     pins = [(pin, store) for store in folders for pin in read_pins(store) if pin.id == id]
     if not all(pin.names(target.path, store) for pin, store in pins):
-        return False  # a copy
+        return False  # this folder is a copy: the pins name the original, which needs the slots
     note = f"it was deleted, which {above.path} has noted"
     earlier_ids, _ = read_released(above)
     if not earlier_ids and above.read(RELEASED_NAME) is not None:
@@ -575,7 +618,7 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
 
 
 def _await_release_by_rank_0(checkpoint: KeptCheckpoint) -> Standing:
-    """Return the standing of a checkpoint once rank 0 has released it, or after `SETTLE_S`."""
+    """Wait until rank 0 has released a checkpoint, at most `SETTLE_S`; return the checkpoint's standing then."""
     until_s = time.monotonic() + waits.SETTLE_S
     verdict = standing(checkpoint.pin, store="")
     while verdict is Standing.HELD and time.monotonic() < until_s:
@@ -585,7 +628,10 @@ def _await_release_by_rank_0(checkpoint: KeptCheckpoint) -> Standing:
 
 
 def _withdraw(checkpoint: KeptCheckpoint, note: str, *, committed: bool) -> None:
-    """Delete a checkpoint's small files from its folder; if it is `committed`, its `COMMIT` first, under the lock."""
+    """Delete one rank's files of a checkpoint from its folder.
+
+    If the checkpoint is still `committed`, `RELEASED` first takes the place of its `COMMIT`, under the folder's lock.
+    """
     folder = open_folder(checkpoint.folder)
     if committed:
         lock = FolderLock(folder)
@@ -600,7 +646,7 @@ def _withdraw(checkpoint: KeptCheckpoint, note: str, *, committed: bool) -> None
 
 
 def _withdraw_commit(checkpoint: KeptCheckpoint, folder: Folder, note: str) -> None:
-    """Replace a folder's `COMMIT` by a `RELEASED` with its id and a note; the caller has the folder's lock."""
+    """Write a `RELEASED` with the checkpoint's id and a note, then delete its `COMMIT`; the caller has the lock."""
     commit = read_commit(folder)
     if commit.id != checkpoint.id:  # the checkpoint was replaced just now
         return
@@ -611,7 +657,10 @@ def _withdraw_commit(checkpoint: KeptCheckpoint, folder: Folder, note: str) -> N
 
 
 def _unpin_and_delete(checkpoint: KeptCheckpoint) -> None:
-    """Take a released checkpoint's pins off its stores; delete locked stores that no checkpoint needs any more."""
+    """Take a released checkpoint's pins off its stores, and release the locks that it has on ended sessions' stores.
+
+    Of the locked stores, those that no checkpoint needs any more are deleted.
+    """
     locks = {(path, store): lock for path, store, lock in checkpoint.locks}
     for path, store in checkpoint.stores:
         unpin(store_folder(path, store), checkpoint.id)

@@ -44,17 +44,20 @@ def read_commit(folder: Folder) -> CommitRecord:
         raise CheckpointError(
             f"{folder.path} is no checkpoint yet: it was never committed (there is no {COMMIT_NAME})"
         )
-    what = "the folder is not there, or empty" if not names else f"it holds {some_of(names)}"
+    reason = "the folder is not there, or empty" if not names else f"it holds {some_of(names)}"
     inside = [path for name in names if os.path.isfile(os.path.join(path := f"{folder.path}/{name}", COMMIT_NAME))]
     if inside:  # as in a trainer's folder
-        what += f"; a checkpoint is in {some_of(inside)}"
-    raise CheckpointError(f"{folder.path} is no checkpoint: {what}")
+        reason += f"; a checkpoint is in {some_of(inside)}"
+    raise CheckpointError(f"{folder.path} is no checkpoint: {reason}")
 
 
 def read_released(folder: Folder) -> tuple[tuple[str, ...], str]:
-    """Return the ids of checkpoints that a folder without a `COMMIT` held until they were released, and why.
+    """Return what a folder's `RELEASED` says: ids of released checkpoints, and a note that says why.
 
-    No ids and no reason if the file `RELEASED` was not written by this package.
+    The folder held these checkpoints, or they were in folders below it that have been deleted.
+
+    Returns:
+        The ids and the note; none and "" if there is no such file, or it was not written by this package.
     """
     content = folder.read(RELEASED_NAME)
     try:
@@ -64,9 +67,9 @@ def read_released(folder: Folder) -> tuple[tuple[str, ...], str]:
 
 
 def read_manifests(folder: Folder) -> tuple[str, list[Manifest]]:
-    """Return the id and all manifests of the checkpoint that a folder holds.
+    """Return the id and all manifests, in the order of ranks, of the checkpoint that a folder holds.
 
-    Their steps may differ: ranks with weights of their own may skip a step alone.
+    The manifests' `step` may differ: a rank with weights of its own may skip a step that the others take.
 
     Raises:
         CheckpointError: There is no checkpoint, or a file of it is missing, damaged, or of another checkpoint.

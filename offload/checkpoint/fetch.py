@@ -24,24 +24,24 @@ from offload.tiers.place import TEMPORARY, raising_checkpoint_error
 
 
 def find_whole(mirror: str) -> list[str]:
-    """Return the names of the folders that are whole in a mirror, in the order in which they became so.
+    """Return the names of the folders that are whole in a mirror, in the order in which they became whole in the run.
 
     Raises:
         CheckpointError: The mirror cannot be read.
     """
     names = {name for name, _ in open_folder(mirror).walk()}
     folders = [name.rpartition("/")[0] for name in names if name.endswith(f"/{WHOLE}")]
-    whole = dict[str, float]()
+    whole_s_by_folder = dict[str, float]()
     for name in folders:
         with contextlib.suppress(CheckpointError):  # a marker that nobody could have written
             mark, marker = mark_in(open_folder(f"{mirror}/{name}"))
             if mark is Mark.WHOLE and marker is not DAMAGED:
-                whole[name] = marker.whole_s
-    return sorted(whole, key=lambda name: (whole[name], name))
+                whole_s_by_folder[name] = marker.whole_s
+    return sorted(whole_s_by_folder, key=lambda name: (whole_s_by_folder[name], name))
 
 
 def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object] = lambda done, total: None) -> None:
-    """Copy a folder from a mirror to a run's folder, as the framework has written it.
+    """Copy a folder from a mirror to a run's folder, so that it is there as the framework had written it.
 
     Args:
         mirror: Directory, or "s3://bucket/prefix".
@@ -51,7 +51,7 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
 
     Raises:
         CheckpointError: The folder is not whole in the mirror, or a local file would be replaced, or cannot be
-            written; what has been copied is marked as not whole, and the same call goes on with it.
+            written. What was copied by then is marked as not whole; calling this again continues the copy.
     """
     name = os.path.normpath(name)
     if os.path.isabs(name) or ".." in name.split("/"):
@@ -78,7 +78,7 @@ def fetch(mirror: str, name: str, above: str, show: Callable[[int, int], object]
 
 
 def _check_free(folder: str, paths: Iterable[str], *, may_have_files: bool) -> None:
-    """Refuse paths of which one is there already, or a folder that has files and may not."""
+    """Raise `CheckpointError` if one of the paths exists or, unless `may_have_files`, if the folder is not empty."""
     existing = [path for path in paths if os.path.lexists(path)]
     if not (existing or may_have_files) and os.path.isdir(folder) and os.listdir(folder):
         existing = [folder]
@@ -87,23 +87,26 @@ def _check_free(folder: str, paths: Iterable[str], *, may_have_files: bool) -> N
 
 
 def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Callable[[int, int], object]) -> None:
-    """Copy a whole folder's checkpoints and files; `fetch` has checked the source, and marks the result as whole.
+    """Copy a whole folder: first the engine's checkpoints in it, then its other files, then files beside it.
 
-    Arguments are those of `fetch`; `marker` is the source's.
+    `fetch` has checked the source, and marks the result as whole. Arguments are those of `fetch`; `marker` is the
+    source's.
     """
     source, target = open_folder(f"{mirror}/{name}"), os.path.join(above, name)
     sizes = {file: nbytes for file, nbytes in source.walk() if file not in (BEGUN, WHOLE)}
-    # By its name in the mirror's folder, each file's name in the run's folder, and its path there.
+    # `file` is a file's name in the mirror's folder; `targets` has its name in the run's folder, `paths` the path.
     targets = {file: file.removeprefix(f"{BESIDE}/") if _is_beside(file) else f"{name}/{file}" for file in sizes}
     paths = {file: os.path.join(above, in_run) for file, in_run in targets.items()}
     mark, begun = mark_in(open_folder(target))
-    goes_on = mark is Mark.BEGUN and begun.whole_s == marker.whole_s > 0  # an earlier call has begun to copy this
+    # Whether an earlier call has begun to copy this very folder: `mark_begun` below has noted the source's `whole_s`.
+    goes_on = mark is Mark.BEGUN and begun.whole_s == marker.whole_s > 0
     copied = {file for file in sizes if goes_on and _is_as_noted(paths[file], marker.files.get(targets[file]))}
-    # In the folder, which an earlier call has found free, all files are its; beside the folder others may lie.
+    # All files in the folder are that call's, which found the folder free. Beside it there may be somebody else's.
     replaceable = {file for file in sizes if goes_on and (file in copied or not _is_beside(file))}
     _check_free(target, [path for file, path in paths.items() if file not in replaceable], may_have_files=goes_on)
     if not all(map(is_inside, targets.values())):
         raise CheckpointError(f"{source.path} has a file that would lie elsewhere: no mirror has made it")
+    # Where the engine's checkpoints are in the folder: "" for the folder itself, else a name that ends with "/".
     with_commit = [file.removesuffix(COMMIT_NAME) for file in sizes if os.path.basename(file) == COMMIT_NAME]
     prefixes = [prefix for prefix in with_commit if is_checkpoint(f"{mirror}/{name}/{prefix}")]
     total_bytes, done_bytes = sum(sizes.values()), 0
@@ -123,7 +126,7 @@ def _copy_folder(mirror: str, name: str, above: str, marker: Marker, show: Calla
 
 
 def _is_as_noted(path: str, noted: tuple[int, int] | None) -> bool:
-    """Return whether a file has the size and the time of the last change that a marker has noted, if it has."""
+    """Return whether a file has the size and time of change that a marker has noted; False if nothing is noted."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -132,20 +135,23 @@ def _is_as_noted(path: str, noted: tuple[int, int] | None) -> bool:
 
 
 def _belongs_to_checkpoint(prefix: str, file: str) -> bool:
-    """Return whether a file belongs to the engine's checkpoint under a prefix, "" or one with "/" at its end."""
+    """Return whether a file is one that the engine has written for its checkpoint in the folder `prefix`.
+
+    The prefix is "" or ends with "/". A framework may have files of its own in the same folder.
+    """
     return file.startswith(prefix) and OWN.fullmatch(file.removeprefix(prefix)) is not None
 
 
 def _is_beside(file: str) -> bool:
-    """Return whether a file that a mirror has in a folder lies beside this folder in the run's."""
+    """Return whether a file in a mirror's folder copies one that lies beside the folder in the run's folder."""
     return file.startswith(f"{BESIDE}/")
 
 
 def fetch_file(source: str, target: str, nbytes: int, noted: tuple[int, int] | None) -> None:
     """Copy a file of `nbytes` from a mirror, under a temporary name until all of it is durable.
 
-    The copy gets the time of the last change that the marker has `noted`, if it has: by that time the mirror, and a
-    call that goes on with this one, know that they have the file.
+    `noted` is the file's size and time of change (in ns) in the marker; None if the marker does not list the file.
+    The copy gets that time: by it a later call, and the mirror, know that the file need not be copied again.
     """
     folder, _, last = source.rpartition("/")
     with raising_checkpoint_error("write", target):
@@ -162,12 +168,12 @@ def fetch_file(source: str, target: str, nbytes: int, noted: tuple[int, int] | N
 
 
 def _fetch_checkpoint(source: str, target: str) -> None:
-    """Copy a checkpoint of the engine as a mirror's ranks do, one after the other, in this process.
+    """Copy a checkpoint of the engine: every rank's part, one after the other, in this process.
 
-    All parts are committed together at the end, as the commit of each waits for the others'. What an earlier call has
-    copied of it is not copied again.
+    Each part is copied as a rank copies its own to a mirror, and continues what an earlier call has copied of it. The
+    parts are committed together at the end, as the commit of each waits for the others'.
     """
-    if is_checkpoint(target):
+    if is_checkpoint(target):  # an earlier call has committed it
         return
     commit = read_commit(open_folder(source))
     with ExitStack() as ends:
@@ -175,12 +181,13 @@ def _fetch_checkpoint(source: str, target: str) -> None:
         for rank in range(commit.ranks):  # 0 first: its progress file tells the others that the copy has begun
             request = SaveRequest(target, copy=True, id=commit.id, rank=rank, ranks=commit.ranks)
             opened = ends.enter_context(Checkpoint(source, part=(commit.id, rank, commit.ranks)))
+            # `is_new` matters only to ranks that wait for rank 0, and none does here.
             copy = RankPartCopy(RankPart(request, source, is_new=True), opened, "auto")
             copies.append(copy)
             copy.part.folder.prepare()
             copy.begin()
             ends.callback(copy.close)
-            for _ in copy.copy():
+            for _ in copy.copy():  # copies a batch each time
                 pass
         _commit_all(copies)
 

@@ -24,7 +24,10 @@ class FolderLock:
         self._descriptor = -1
 
     def acquire(self) -> bool:
-        """Acquire the lock; return False if another session has it, and True if there are no locks."""
+        """Try to acquire the lock, without waiting; return False if another session has it.
+
+        True where there are no locks, or the directory is not there.
+        """
         if not self._has_locks:
             return True
         try:
@@ -46,7 +49,12 @@ class FolderLock:
         self._close(unlocks=True)
 
     def _close(self, *, unlocks: bool) -> None:
-        """Close the descriptor, if there is one; `unlocks` releases the lock even if a child has the descriptor."""
+        """Close the descriptor, if there is one.
+
+        A lock of `flock` is shared with forked children that have the descriptor, and ends when all have closed it.
+        With `unlocks` it ends at once for all of them. A child closes its descriptor without that, as the lock is its
+        parent's.
+        """
         descriptor = self._descriptor
         self._descriptor = -1
         if descriptor >= 0:
@@ -62,7 +70,7 @@ _with_descriptor: set[FolderLock] = set()
 
 
 def _close_in_child() -> None:
-    """Close, in a forked child, the descriptors that would keep the locks beyond its parent's life."""
+    """Close a forked child's copies of the descriptors, which would keep the locks beyond the parent's life."""
     for lock in [*_with_descriptor]:
         lock._close(unlocks=False)
 
@@ -71,7 +79,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def is_name(text: object) -> bool:
-    """Return whether a text could be the name of a path."""
+    """Return whether a value is text that can name a path: it has no null character, and the system can encode it."""
     try:
         return isinstance(text, str) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """The files of a checkpoint: one manifest for each rank, and the `COMMIT` that makes them a checkpoint.
 
-A file is one line of JSON that says what it is and how to verify the rest (`_Head`), and a body of JSON. If a body's
-checksum is right, every field of it is still checked: a manifest may have been made by hand, or by a version with a
+A file is one line of JSON that says what it is and how to verify the rest (`_Head`), then a body of JSON. Every field
+of a body is checked even if the checksum is right: a manifest may have been made by hand, or by a version with a
 bug.
 
 Names: `manifest-<id>-<rank>.json`, `extra-<id>-<rank>.bin`, `COMMIT`. The id is new for every save, so that a folder
@@ -37,7 +37,10 @@ COMMIT_NAME = "COMMIT"
 RELEASED_NAME = "RELEASED"
 MAX_RANKS = 1 << 16
 MAX_RELEASED = 64
-"""Most earlier checkpoints that a folder names; pins of older ones have been deleted long ago, or by `offload gc`."""
+"""Most ids of earlier checkpoints in a `COMMIT` or `RELEASED`, which tell that their pins may be deleted.
+
+The oldest are left out: their pins have been deleted long ago, or by `offload gc`.
+"""
 MAX_DIMENSIONS = 64
 MAX_PACKED_WORDS = 1 << 24
 MAX_DEPTH = 32
@@ -56,7 +59,10 @@ _MIRROR_FILE = rf"mirror-{ID}-\d+\.json|{FAILURE.pattern}"
 OWN = re.compile(
     rf"({OWN_FILE.pattern}|{COMMIT_NAME}|{RELEASED_NAME}|{_MIRROR_FILE}|offload-[0-9a-f-]{{36}})(/.*)?", re.DOTALL
 )
-"""Names of all that this package writes in a checkpoint's folder, and below; a framework may have its own there."""
+"""Names of all files and stores that this package writes in a checkpoint's folder, and of what lies in a store.
+
+A framework may have files of its own in the same folder.
+"""
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
 Size = Annotated[int, Meta(ge=1, le=(1 << 62) - 1)]
@@ -87,7 +93,14 @@ class StoreRef(Row, frozen=True):
 
 
 class TileRef(Row, frozen=True):
-    """Where one tile lies: number of the store and offset in it; and the step and checksum in the tile's header."""
+    """Where one tile lies, and what its header in the store says.
+
+    Attributes:
+        store: Number of its store in `Manifest.stores`.
+        offset: Of its store slot, in bytes.
+        step: Its version, as in its header.
+        checksum: Of its payload, as in its header.
+    """
 
     store: Count
     offset: Annotated[Count, Meta(multiple_of=SECTOR_BYTES)]
@@ -166,7 +179,15 @@ class Manifest:
         return {tile: nbytes for subgroup in self.layout.subgroups for tile, _, nbytes in all_tiles(subgroup)}
 
     def request(self, tile: TileId, address: int, *, verify: bool = True) -> TileRequest:
-        """Return the request to read a tile to memory, or to write it unchanged to another store; `op` is 0."""
+        """Return the request to read a tile into memory at `address`; its `op` is 0, which the caller replaces.
+
+        With another offset it is the request to write the tile, unchanged, to another store.
+
+        Args:
+            tile: The tile.
+            address: Address of the memory.
+            verify: Whether the payload is verified, if the checkpoint has checksums.
+        """
         ref = self.tiles[tile]
         verifies = verify and self.checksums
         expected = ref.checksum if verifies else None
@@ -313,7 +334,7 @@ def check_text(value: str) -> str:
     """
     if "\0" in value:
         raise ValueError("text with a zero in it")
-    value.encode()
+    value.encode()  # raises for half of a pair: UnicodeEncodeError is a ValueError
     return value
 
 
@@ -323,13 +344,13 @@ def check_metadata(value: object) -> None:
     Raises:
         ValueError: The metadata is nested too deeply, or has text in it that is not Unicode.
     """
-    todo = [(value, 0)]
+    todo = [(value, 0)]  # values with their depth; no recursion here, as they may be nested to any depth
     while todo:
         item, depth = todo.pop()
         if depth > MAX_DEPTH:
             raise ValueError(f"metadata is nested more than {MAX_DEPTH} deep")
         if isinstance(item, str):
-            item.encode()
+            item.encode()  # raises a ValueError if it is not Unicode
         elif isinstance(item, Mapping):
             todo += [(inner, depth + 1) for pair in item.items() for inner in pair]
         elif isinstance(item, list | tuple):
@@ -387,7 +408,10 @@ def encode(manifest: Manifest) -> bytes:
         CheckpointError: The manifest could not be read back, because of its metadata.
     """
     layout = manifest.layout
-    has_rules = layout.has_rules or layout.rule.packed_words > 0  # else the name of the one rule says all
+    # Whether the file has a table of rules. Without one, all subgroups have the rule that "rule" names. A wrapped
+    # class's rule always needs the table, which has the rule's size and dtype, too.
+    has_rules = layout.has_rules or layout.rule.packed_words > 0
+    # The layout's own rule first, where `_decode_state` looks for it.
     rules = [*dict.fromkeys([layout.rule, *(subgroup.state.rule for subgroup in layout.subgroups)])]
     try:
         check_metadata(manifest.metadata)
@@ -402,6 +426,7 @@ def encode(manifest: Manifest) -> bytes:
         "stores": [[ref.store.hex, ref.path] for ref in manifest.stores],
         "parameters": [_parameter_row(*row) for row in zip(layout.parameters, manifest.steps, strict=True)],
         "subgroups": [_subgroup_row(subgroup, rules if has_rules else ()) for subgroup in layout.subgroups],
+        # In the layout's order, which `tile_bytes` has: the file does not name tiles.
         "tiles": [msgspec.structs.astuple(manifest.tiles[tile]) for tile in manifest.tile_bytes],
         "metadata": manifest.metadata,
         "extra": manifest.extra,
@@ -433,6 +458,7 @@ def _subgroup_row(s: Subgroup, rules: Sequence[UpdateRule]) -> list[Any]:
 
 
 def _formats(state: StateSpec) -> dict[str, str]:
+    """Return the name of each stored tensor's format, by the tensor's name."""
     return {tensor.name: tensor.format.name for tensor in state.stored}
 
 
@@ -469,6 +495,8 @@ class _Rule(Row, frozen=True):
 
 
 class _Body(msgspec.Struct):
+    """The body of a manifest's file, as JSON has it; see `Manifest` for its fields."""
+
     id: Id
     rank: Count
     ranks: Ranks
@@ -513,10 +541,15 @@ def _explain(error: str, value: Any) -> str:
     """Return msgspec's error about a body with the names of tables and columns in place of their numbers.
 
     "... - at `$.parameters[3][1]`" becomes "parameters[3] ('w').numel is -1; ...", given w's row.
+
+    Args:
+        error: msgspec's error.
+        value: The body; as the loop goes along the error's path, what is there.
     """
     wrong, _, path = error.partition(" - at `$.")
     name = ""
-    for depth, key in enumerate(re.findall(r"\w+", path)):  # field, row, column, and deeper
+    # Keys of the path by depth: 0 the field, 1 the number of a row, 2 the number of its column, then what is deeper.
+    for depth, key in enumerate(re.findall(r"\w+", path)):
         if depth == 0:
             name = key
             value = value[key]
@@ -527,7 +560,7 @@ def _explain(error: str, value: Any) -> str:
             name += f".{_ROWS[table].__struct_fields__[int(key)]}"
         else:
             name += f"[{key}]"
-        if depth == 1 and isinstance(value, list) and value and isinstance(value[0], str):
+        if depth == 1 and isinstance(value, list) and value and isinstance(value[0], str):  # a row with a name
             name += f" ({_short(value[0])})"
     wrong = wrong[:1].lower() + wrong[1:]
     return f"{name} is {_short(value)}; {wrong}" if name else wrong
@@ -540,7 +573,7 @@ def decode(content: bytes, where: str) -> Manifest:
         CheckpointError: The file is damaged or of a newer format; names `where` and the field.
     """
     body = _parse("manifest", _Body, content, where)
-    if not body.rules and body.rule not in NAMED:
+    if not body.rules and body.rule not in NAMED:  # `_decode` checks the rules of a table
         allowed = f"this version of offload knows {', '.join(NAMED)}: use a newer one"
         raise CheckpointError(f"{where} has state of the rule {_short(body.rule)}, and {allowed}")
     try:
@@ -557,7 +590,7 @@ def _require(holds: bool, name: str, value: object, allowed: str) -> None:
 
 
 def _check_fields(body: _Body) -> None:
-    """Check that numbers in a manifest are within the sizes and tables that they refer to."""
+    """Raise `ValueError` unless numbers in a manifest fit the sizes, and rows of tables, that they refer to."""
     _require(body.rank < body.ranks, "rank", body.rank, f"below {body.ranks}")
     for p in body.parameters:
         check_text(p.name)
@@ -591,8 +624,14 @@ def _tiles_by_id(body: _Body, layout: Layout) -> dict[TileId, TileRef]:
 
 
 def _decode_state(body: _Body, rules: Sequence[UpdateRule]) -> StateSpec:
-    """Return the layout's state, with the first rule; raise `ValueError` if this version has no such format."""
-    # Older manifests have no `formats`: their state has the first format.
+    """Return how the layout's state is kept: its first rule, and its state format.
+
+    The format is found by the names of its tensors' formats. Older manifests have no such names: their state has the
+    first format.
+
+    Raises:
+        ValueError: This version has no format with these names.
+    """
     readable = [StateSpec(rules[0] if rules else NAMED[body.rule], state_format) for state_format in FORMATS]
     state = next((state for state in readable if body.formats in (None, _formats(state))), None)
     if state is None:
@@ -602,7 +641,7 @@ def _decode_state(body: _Body, rules: Sequence[UpdateRule]) -> StateSpec:
 
 
 def _decode_subgroup(index: int, row: _Subgroup, rules: Sequence[UpdateRule], state: StateSpec) -> Subgroup:
-    """Return a subgroup from its row; `state` is the layout's."""
+    """Return a subgroup from its row, which may name another rule and state format than the layout's `state` has."""
     segments = tuple(Segment(*segment) for segment in row.segments)
     if row.rule is not None:
         state = StateSpec(rules[row.rule], state.format)
@@ -613,6 +652,7 @@ def _decode_subgroup(index: int, row: _Subgroup, rules: Sequence[UpdateRule], st
 
 def _decode_layout(body: _Body, rules: Sequence[UpdateRule], state: StateSpec) -> Layout:
     """Return the layout that a manifest describes; `check_layout` has to verify it."""
+    # Rows of parameters name no rule: a parameter has that of the subgroups with its segments.
     rule_by_parameter: dict[int, UpdateRule] = {}
     for row in body.subgroups:
         if row.rule is not None:
@@ -627,7 +667,7 @@ def _decode_layout(body: _Body, rules: Sequence[UpdateRule], state: StateSpec) -
 
 
 def _decode(body: _Body) -> Manifest:
-    """Check the fields against each other, and make a manifest of them."""
+    """Check a body's fields against each other, and return the manifest that they make; `decode` names the file."""
     _check_fields(body)
     rules = [described(NAMED, check_text(row.name), row.packed_words, row.master_dtype) for row in body.rules]
     state = _decode_state(body, rules)
@@ -636,10 +676,10 @@ def _decode(body: _Body) -> Manifest:
     has_all = body.seed is None or number_count == parameter_count
     _require(has_all, "the length of numbers", number_count, one_each)
     layout = _decode_layout(body, rules, state)
-    # Before anything goes through the tiles one by one: there may be absurdly many.
+    # Compared by number first: a wrong layout may have absurdly many tiles, which `check_layout` lists one by one.
     count = sum(ceil_div(subgroup.numel, subgroup.tile_numel) * len(subgroup.kept) for subgroup in layout.subgroups)
     _require(len(body.tiles) == count, "the number of tiles", len(body.tiles), f"{count}, as the layout has")
-    name_count = len(layout.index_by_name)
+    name_count = len(layout.index_by_name)  # fewer than parameters if two have the same name
     _require(name_count == parameter_count, "the number of names", name_count, one_each)
     check_layout(layout)
     for store in body.stores:

@@ -68,8 +68,10 @@ class Marker(msgspec.Struct, omit_defaults=True):
     """The content of a marker file.
 
     Attributes:
-        process: Which began the save; None where the kernel does not say, and in a mirror once the copy is whole.
-        depth: How many of the last parts of the folder's path a mirror keeps. The run's folder is above these parts.
+        process: The process that began the save or, in a mirror, the copy. None where the kernel does not say which,
+            and in a mirror once the copy is whole.
+        depth: How many of the last parts of the folder's path a mirror keeps. The run's folder is above these parts:
+            with 2, of "run/step_5/optim" it is "run".
         beside: Files that belong to the folder but lie elsewhere in the run's folder; names relative to the latter.
         shared: Small files in the run's folder that every save overwrites.
         files: Files that are durable, by their names in the run's folder: size in bytes, and time of the last change
@@ -91,14 +93,19 @@ class Marker(msgspec.Struct, omit_defaults=True):
     locked: bool = False
 
     def is_of(self, run: str, source: str) -> bool:
-        """Return whether the mirror's folder is of a training, by its name or by the folder that it saves to.
+        """Return whether the mirror's folder, which has this marker, is a copy of a training's folder.
 
-        A training that begins anew in the same folder, without state, has another name.
+        It is if it names the same training or the same folder of the run: a training that begins anew in a folder,
+        without state, has another name. Where the name of either training is unknown (""), it counts as a copy, too.
+
+        Args:
+            run: The training's name.
+            source: Path of the folder that it saves to.
         """
         return "" in (run, self.run) or self.run == run or self.source == source
 
     def encode(self) -> bytes:
-        """Return the marker as JSON; without `files` if that would be too long to be read, or a name is no text."""
+        """Return the marker as JSON, without `files` if it would be too long to be read, or a name is not Unicode."""
         with contextlib.suppress(UnicodeEncodeError):
             content = msgspec.json.encode(self)
             if len(content) <= MAX_RECORD_BYTES:
@@ -113,37 +120,42 @@ DAMAGED = Marker(depth=0)
 """Returned in place of a marker that exists but cannot be read."""
 
 newest_s = [0.0]
-"""The latest `whole_s` of all markers that this process has read or written."""
+"""The latest `whole_s` of all markers that this process has read or written, in a list that functions change."""
 
 _locks: dict[str, LockFile] = {}
 """The locks on `LOCK` of the folders that this process saves to, by the paths of these files."""
 
 
 def mark_begun(folder: str, belongs: Marker = ALONE, *, locks: bool = True) -> None:
-    """Mark a folder, made if need be, as not whole from now on; note `depth`, `beside` and `shared` of `belongs`.
+    """Mark a folder, made if need be, as not whole from now on.
 
-    `LOCK` stays locked until the folder is whole, or this process ends. `locks` is False for a folder that the caller
-    deletes next: network file systems refuse to delete one with a file that is open.
+    The marker says what `belongs` says, but it names this process and lists no files. `LOCK` stays locked until the
+    folder is whole, or this process ends. `locks` is False for a folder that the caller deletes next: network file
+    systems refuse to delete one with a file that is open.
 
     Raises:
         CheckpointError: The folder cannot be written to.
     """
     opened = open_folder(folder)
     opened.prepare()
-    if not locks:
+    if not locks:  # an earlier save to the folder, which has failed, may have left its lock file open
         _let_go(opened)
     is_locked = locks and _lock(opened)
     opened.write(BEGUN, replace(belongs, process=Process.this(), files={}, locked=is_locked).encode())
-    opened.delete(WHOLE)
+    opened.delete(WHOLE)  # after that: `BEGUN` counts where both are there
 
 
 def _lock(opened: Folder) -> bool:
-    """Lock a folder for the save that begins; return False where there are no locks, or another process has it."""
+    """Lock a folder for the save that begins; return whether this process has the lock.
+
+    It has none where there are no locks, or another process has locked the file.
+    """
     path = Path(opened.path, LOCK)
-    for name, lock in [*_locks.items()]:  # those of saves by this process that have failed
-        if not _is_at(lock, name):  # the folder was deleted since
+    # Saves by this process that failed have left their locks. A lock whose folder was deleted since is released.
+    for name, lock in [*_locks.items()]:
+        if not _is_at(lock, name):
             release_lock(_locks.pop(name))
-    if str(path) in _locks:
+    if str(path) in _locks:  # of a failed save to this very folder
         return True
     is_new = not path.exists()
     try:
@@ -157,7 +169,7 @@ def _lock(opened: Folder) -> bool:
 
 
 def _is_at(lock: LockFile, name: str) -> bool:
-    """Return whether a lock is of the file that has this name now."""
+    """Return whether a lock file is still the file at the path `name`, by device and inode."""
     with contextlib.suppress(OSError):
         status = os.lstat(name)
         return lock.key == (status.st_dev, status.st_ino)
@@ -167,7 +179,7 @@ def _is_at(lock: LockFile, name: str) -> bool:
 def _unlock(opened: Folder) -> None:
     """Delete the lock file of a folder that is whole, or has no marker any more, then release the lock.
 
-    In this order: a lock file that is there and free tells that its process was killed.
+    In this order: others take a lock file that is there and not locked for that of a killed process.
     """
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(opened.path, LOCK))
@@ -181,7 +193,9 @@ def _let_go(opened: Folder) -> None:
 
 
 def mark_whole(folder: str) -> None:
-    """Make everything in a folder durable, then mark it as whole, noting the framework's files.
+    """Make everything in a folder durable, then mark the folder as whole.
+
+    The marker notes the framework's files, by their names in the run's folder: size and time of change.
 
     Raises:
         CheckpointError: The folder has no marker of a begun save any more, or a file in it cannot be made durable.
@@ -189,7 +203,7 @@ def mark_whole(folder: str) -> None:
     files = dict[str, tuple[int, int]]()
     with raising_checkpoint_error("mark as whole", folder):
         for directory, _, names in os.walk(folder):
-            # Without the lock file: on a network, the lock would end as the file is closed again.
+            # Not the lock file: on network file systems, closing it again would give up this process's lock on it.
             for path in (*(os.path.join(directory, name) for name in names if name != LOCK), directory):
                 with contextlib.suppress(FileNotFoundError):  # somebody's temporary file
                     status = os.lstat(path)
@@ -202,9 +216,10 @@ def mark_whole(folder: str) -> None:
         if mark is not Mark.BEGUN:
             gone = "somebody else has deleted, moved or marked it (does another run save there?)"
             raise CheckpointError(f"cannot mark as whole {folder}: {gone}")
-        if marker is not DAMAGED:  # the marker with this time becomes `WHOLE` below
-            in_run = "/".join(os.path.abspath(folder).split("/")[-marker.depth :])
+        if marker is not DAMAGED:  # the marker, with files and time, is renamed to `WHOLE` below
+            in_run = "/".join(os.path.abspath(folder).split("/")[-marker.depth :])  # the folder's name in the run's
             noted = {f"{in_run}/{name}": state for name, state in files.items() if not _may_go(name)}
+            # A folder that was fetched from a mirror has the time at which it became whole in the run.
             opened.write(BEGUN, replace(marker, files=noted, whole_s=marker.whole_s or now_s()).encode())
         os.replace(os.path.join(folder, BEGUN), os.path.join(folder, WHOLE))
         _make_durable(folder)
@@ -212,23 +227,25 @@ def mark_whole(folder: str) -> None:
 
 
 def now_s() -> float:
-    """Return the time at which a folder becomes whole: later than all that this process has seen in markers.
+    """Return the time at which a folder becomes whole, in seconds since the epoch, and note it in `newest_s`.
 
-    A clock may have been set back, or be another machine's, since the checkpoint was saved that a run goes on from.
+    It is later than every `whole_s` that this process has seen, so that newer folders sort last. The clock alone does
+    not ensure that: it may have been set back, or another machine may have saved what this run goes on from. Then it
+    is the next number that a float can have.
     """
     newest_s[0] = max(time.time(), math.nextafter(newest_s[0], math.inf))
     return newest_s[0]
 
 
 def _may_go(name: str) -> bool:
-    """Return whether a file in a whole folder may be deleted: it is a temporary one, a marker or the engine's."""
+    """Return whether a file may go from a folder that stays whole: a temporary one, a marker, or the engine's."""
     parts = name.split("/")
     is_temporary = any(part.startswith((TEMPORARY, UNFINISHED)) for part in parts)
     return is_temporary or parts[-1] in (BEGUN, WHOLE) or any(map(OWN.fullmatch, parts))
 
 
 def unmark(folder: str) -> None:
-    """Delete a folder's marker of a begun save: for a folder of which no process can tell when it is whole."""
+    """Delete a folder's marker of a begun save, and `LOCK`, where no process can tell when the folder is whole."""
     opened = open_folder(folder)
     opened.delete(BEGUN)
     _unlock(opened)
@@ -265,14 +282,16 @@ def is_interrupted(folder: str) -> bool:
 
 
 def mark_in(folder: Folder) -> tuple[Mark, Marker]:
-    """Return whether a folder, which may be one of a bucket, is whole; and its marker, which may be `DAMAGED`.
+    """Return a folder's mark and marker; the folder may be one of a bucket.
 
-    A marker that names a file outside of the run's folder counts as damaged: somebody else has written it.
+    Without a marker file they are `Mark.NONE` and `ALONE`. A marker that cannot be decoded is returned as `DAMAGED`;
+    so is one that names a file outside of the run's folder, as somebody else has written it. The `whole_s` of any
+    other marker is noted in `newest_s`, for `now_s`.
 
     Raises:
         CheckpointError: The marker cannot be read.
     """
-    for name, mark in ((BEGUN, Mark.BEGUN), (WHOLE, Mark.WHOLE)):
+    for name, mark in ((BEGUN, Mark.BEGUN), (WHOLE, Mark.WHOLE)):  # in this order: `BEGUN` overrules `WHOLE`
         content = folder.read(name)
         if content is not None:
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
@@ -300,10 +319,10 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
         The new names of the folders that this process has renamed.
     """
     new_names = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # `above` does not exist, or cannot be read
         for name in sorted(filter(names.fullmatch, os.listdir(above))):
             folder = os.path.join(above, name)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # another process was first, or it is no folder
                 _delete_unbegun(folder)
             if mark_of(folder) is Mark.BEGUN and _has_saver_ended(folder):
                 new_name = _rename_aside(folder, os.path.join(into or above, SET_ASIDE + name))
@@ -315,7 +334,10 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
 
 
 def _delete_unbegun(folder: str) -> None:
-    """Delete a folder that is empty but for a free lock, and files that were to become markers."""
+    """Delete a folder in which a save was killed before it had written its marker; do nothing to others.
+
+    Such a folder has at most a lock file that nobody has locked, and unfinished files of markers.
+    """
     names = os.listdir(folder)
     is_unbegun = all(name == LOCK or _UNWRITTEN.fullmatch(name) for name in names)
     if is_unbegun and lock_holder(folder, LOCK) is None:
@@ -340,19 +362,28 @@ def _rename_aside(folder: str, wanted: str) -> str | None:
 
 
 def _sees_locks(folder: str) -> bool:
-    """Return whether a lock of another machine or container on a file in a folder would be seen; False in doubt."""
+    """Return whether this process sees locks that other machines and containers have on files in a folder.
+
+    False if that is not known of the type of file system.
+    """
     kind = file_system(folder)
+    # Only the options of NFS matter, see `_LOCAL_LOCKS`.
     _, options = mount_of(os.path.realpath(folder)) if kind == "nfs" else ("", "")
     return kind in _WITH_LOCKS and _LOCAL_LOCKS.isdisjoint(options.split(","))
 
 
 def _has_saver_ended(folder: str) -> bool:
-    """Return whether the process that began the save in a folder is known to have ended."""
+    """Return whether the process that began the save in a folder is known to have ended before the save did.
+
+    On the same machine the process that the marker names tells it. Where that does not, the lock file does, if locks
+    of other machines are seen: it is still there, and nobody has locked it.
+    """
     with contextlib.suppress(CheckpointError, OSError):  # OSError: whether `LOCK` is locked cannot be seen from here
         _, marker = mark_in(open_folder(folder))
         has_ended = marker.process is not None and marker.process.has_ended()
         if not has_ended and marker.locked and _sees_locks(folder):
-            # The file is looked for after the lock: a save that ends well deletes it first.
+            # The lock is asked first, then whether the file is there: a save that ends well deletes the file before
+            # it unlocks it, so a file that is still there was not unlocked by such a save.
             has_ended = lock_holder(folder, LOCK) is None and os.path.exists(os.path.join(folder, LOCK))
         return has_ended and mark_of(folder) is Mark.BEGUN  # the save may have ended well meanwhile
     return False

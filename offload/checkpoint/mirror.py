@@ -1,18 +1,18 @@
 """A mirror: committed checkpoints are copied in the background to a second place, where each needs nothing else.
 
-One thread a session copies one checkpoint at a time, the newest that has been committed by then. While a checkpoint
-is copied it is not released (`is_needed`), and its manifest stays in its folder.
+Each session has one thread that copies one checkpoint at a time: the newest that has been committed by then. While a
+checkpoint is copied it is not released (`is_needed`), and its manifest stays in its folder.
 
-Ranks. Rank 0 decides which checkpoint is mirrored, and the others copy their parts of it once rank 0's progress file
-exists. A rank has to know the decision before it releases anything for the next checkpoint, so the `COMMIT` of that
-names it, too; between `pause_mirroring` and the end of a save rank 0 begins to mirror nothing. Rank 0 may begin to
-mirror a checkpoint while a newer one arrives, so the others skip a checkpoint only when rank 0 has begun a newer one,
-or a `COMMIT` says that rank 0 has not begun the one in question.
+Ranks. Rank 0 decides which checkpoint is mirrored. The others copy their parts of it once rank 0's progress file
+exists. A rank has to know the decision before it releases anything for the next checkpoint, so the `COMMIT` of the
+next one names the checkpoint that is mirrored, too. Between `pause_mirroring` and the end of a save rank 0 begins to
+mirror nothing. Rank 0 may begin to mirror a checkpoint while a newer one arrives, so the others skip a checkpoint
+only when rank 0 has begun a newer one, or a `COMMIT` says that rank 0 has not begun this one.
 
 Parts. Each rank copies its own part, unchanged, and commits it in the mirror's folder. A progress file there names
-the rank's stores in that folder, and how many tiles are durable in each. After a crash the same part is continued:
-the other tiles are copied into a new store. An interrupted store is not written to again, so no kind of path has to
-support that. Ranks tell each other by such files:
+the rank's stores in that folder, and how many tiles are durable in each. After a crash the copy of the part is
+continued: its remaining tiles go into a new store. An interrupted store is not written to again, so no kind of path
+has to support that. Ranks tell each other by such files:
 
     rank 0's progress file exists: the others are to copy their parts
     rank 0's progress file does not exist, and there is no `COMMIT`: rank 0 has given up
@@ -89,7 +89,7 @@ class Task:
         failure: Why the files could not be opened; None if they could, or there are none.
         is_new: Whether the source has just been saved; else it was loaded, and may have been mirrored in part.
         session_run: Names the training that the session is of, where there are files.
-        is_taken: Whether rank 0 has decided to mirror the source.
+        is_taken: Whether rank 0 has decided to mirror the source, as far as this rank knows.
         done: Set when the source has been mirrored, skipped or given up.
     """
 
@@ -112,7 +112,8 @@ class Task:
         """Names the training that the source is of; "" if nobody knows."""
         if self.part is None:
             return self.session_run
-        with contextlib.suppress(CheckpointError):  # the source may be gone, and its files open
+        # The source may be deleted by now; its files, which were opened before, are copied all the same.
+        with contextlib.suppress(CheckpointError):
             return self.part.run
         return ""
 
@@ -168,9 +169,10 @@ class Mirror:
         return {} if self._path is None else {metrics.MIRRORED_BYTES: self.copied_bytes}
 
     def _target(self, source: str) -> str:
-        """Return the folder that mirrors a checkpoint's folder, by its name.
+        """Return the folder in the mirror for a checkpoint's folder `source`: one with the same last name.
 
-        For "a/optimizer..." by both names, as each folder "a" of a framework has an "optimizer" in it.
+        If that name begins with "optimizer", the name above is kept, too ("step_5/optimizer"): each folder of a
+        framework has an "optimizer" in it.
         """
         above, last = source.rstrip("/").split("/")[-2:]
         name = f"{above}/{last}" if last.startswith("optimizer") else last
@@ -187,10 +189,11 @@ class Mirror:
     # On the engine thread, and on the committing one
 
     def offer(self, saved: SaveRequest, *, is_new: bool = True) -> None:
-        """Queue a save's checkpoint to be mirrored next, in place of others that have not begun.
+        """Queue a save's checkpoint to be mirrored next, in place of others whose copy has not begun.
 
-        Nothing is queued without a mirror, nor for a checkpoint in a framework's folder: the folder is mirrored as a
-        whole. `is_new` is False for a loaded one.
+        Nothing is queued without a mirror. A checkpoint in a framework's folder whose save is under way is not queued
+        either: it will be mirrored with the folder. One in a folder that is whole already is not mirrored, which is
+        logged. `is_new` is False for a loaded checkpoint.
         """
         if self._path is None:
             return
@@ -200,15 +203,16 @@ class Mirror:
             log.warning(
                 "%s is not mirrored, as %s is a whole folder: save in a new `checkpoint_folder`", source, around
             )
-        elif mark is Mark.NONE or is_interrupted(around):  # else it goes with the folder that it is in
+        elif mark is Mark.NONE or is_interrupted(around):  # a folder whose save was interrupted will never be whole
             self.queue_task(Task(source, _part_of(saved, self._target(source), is_new), is_new=is_new))
 
     def offer_folder(
         self, whole: WholeFolder, saved: SaveRequest | None, run: str, *, is_first: bool, is_new: bool
     ) -> None:
-        """Queue a framework's folder to be mirrored next, as `offer` does a checkpoint; not one in the mirror itself.
+        """Queue a framework's folder to be mirrored next, as `offer` queues a checkpoint.
 
-        On rank 0 the folder's files are open when this returns, so that the caller may delete them.
+        Nothing is queued for a folder that lies in the mirror itself. On rank 0 the folder's files are open when this
+        returns, so that the caller may delete them. Files beyond the number that `FolderCopy` opens have to stay.
 
         Args:
             whole: The folder; all ranks name the same.
@@ -239,10 +243,11 @@ class Mirror:
         self.queue_task(Task(source, part, files, failure, is_new, run))
 
     def queue_task(self, task: Task) -> None:
-        """Append a task to the queue, and wake the mirror's thread; a task that is not needed is closed at once.
+        """Append a task to the queue, and wake the mirror's thread.
 
-        Not needed is a task whose checkpoint is queued already. On rank 0, that of a loaded checkpoint is not needed
-        beside any other, as it is no newer and nothing waits for it.
+        On rank 0 it takes the place of older ones that have not begun; other ranks skip these once they know that
+        rank 0 has. A needless task is closed at once instead: one whose checkpoint is queued already and, on rank 0,
+        one for a loaded checkpoint while any other task is queued, as it is no newer and nothing waits for it.
         """
         with self._lock:
             is_needless = bool(task.id) and any(queued.id == task.id for queued in self._tasks)
@@ -285,9 +290,10 @@ class Mirror:
         self._news.put(None)
 
     def note_mirrored(self, id: str) -> None:
-        """On ranks other than 0: note, when a `COMMIT` is read, that rank 0 mirrors the checkpoint `id` and no other.
+        """On ranks other than 0: note that rank 0 mirrors the checkpoint `id`, as a new `COMMIT` says, and no other.
 
-        What rank 0 has not taken by now it has skipped, except the newest.
+        Other queued checkpoints are skipped, as rank 0 has skipped them. The newest stays queued: rank 0 may still
+        begin to mirror it.
         """
         with self._lock:
             for task in self._tasks:
@@ -302,11 +308,14 @@ class Mirror:
         return any(task.is_taken and task.id == id for task in self._tasks)
 
     def is_needed(self, checkpoint: KeptCheckpoint) -> bool:
-        """Return whether a checkpoint is being mirrored, or its stores have a reader other than the mirror."""
+        """Return whether a checkpoint is being mirrored, or its stores have a reader other than the mirror.
+
+        If the mirror opens or closes stores just now, this waits up to `KNOWN_S` for that.
+        """
         if self.has_taken(checkpoint.id):
             return True
         self._is_known.wait(KNOWN_S)  # so that the mirror's own reading is not taken for another's
-        # The mirror reads a store at most once.
+        # `own`: how many of a store's readers are the mirror's. It has a store open at most once.
         return any(is_read(store_folder(*place), own=int(place in self._reads)) for place in checkpoint.stores)
 
     # On the caller's thread
@@ -339,7 +348,7 @@ class Mirror:
             log.info("waiting up to %.0f s for %s to be mirrored", patience_s, self._tasks[-1].source)
             with contextlib.suppress(CheckpointError, TimeoutError):
                 self.wait(patience_s)
-        for task in self._tasks:
+        for task in self._tasks:  # a session that loads it offers it to its own mirror again
             log.warning("%s is not mirrored yet: load_checkpoint of it goes on with that", task.source)
         waits.apart(self._cancelled.set, "offload-mirror-end", lambda: "")  # a Ctrl-C would leave it half set
         self._news.put(None)
@@ -350,6 +359,7 @@ class Mirror:
     def _run(self) -> None:
         """Mirror what is queued, one task at a time, until the mirror is closed."""
         # Other reads and writes go first: 7 is the last priority, which threads that this one starts inherit.
+        # A system may have no priorities of I/O (AttributeError), or refuse this one; the mirror does without then.
         with contextlib.suppress(psutil.Error, OSError, AttributeError):
             psutil.Process(threading.get_native_id()).ionice(psutil.IOPRIO_CLASS_BE, 7)
         while not self._cancelled.is_set():
@@ -359,27 +369,33 @@ class Mirror:
                 continue
             try:
                 self._check_in_place()
-                if self._wait_for_rank_0(task):
+                if self._wait_for_rank_0(task):  # else it was skipped, and closed
                     self.mirror_task(task)
                     self._finish_task(task, cause=None)
             except _Interrupted:  # `close` ends the mirror
                 break
             except Exception as cause:
                 log.warning("%s was not mirrored: %s", task.source, cause)
+                # Not taken: rank 0 has not begun, so no rank waits for this one's part.
                 if task.is_taken and task.part is not None:
                     task.part.note_failure()
                 self._finish_task(task, cause)
-        for task in self._tasks:
+        for task in self._tasks:  # one that was interrupted, and those whose turn has not come
             self._finish_task(task, CheckpointError("the session was closed"))
 
     def _check_in_place(self) -> None:
         """Raise unless the mirror is where it was: where it was unmounted, copies would fill the disk below."""
         if _device_of(self._path) != self._device:
             advice = "mount or make it, or begin a new session if it was mounted anew"
+            # "It" is the mirror, which the log's sentence does not name: "... was not mirrored: ".
             raise CheckpointError(f"it is not there, or lies on another device than when the session began: {advice}")
 
     def _take_next(self) -> Task | None:
-        """Return the queue's first task, if there is one; on rank 0 it is taken from then on, unless paused."""
+        """Return the queue's first task, which stays queued; None if there is none.
+
+        On rank 0 this is where it is decided to mirror the task (`is_taken`). While mirroring is paused, nothing is
+        decided, and None is returned for a task that is not taken yet.
+        """
         with self._lock:
             task = self._tasks[0] if self._tasks else None
             if task is not None and task.is_first and not task.is_taken:
@@ -389,7 +405,7 @@ class Mirror:
             return task
 
     def _finish_task(self, task: Task, cause: Exception | None) -> None:
-        """Remove a task that has ended from the queue, and keep its error, or that it had none, for `wait`."""
+        """Remove a task that has ended from the queue, and note for `wait` its error, or that it had none (None)."""
         with self._lock:
             was_queued = task in self._tasks
             self._tasks = tuple(queued for queued in self._tasks if queued is not task)
@@ -403,16 +419,18 @@ class Mirror:
     def _wait_for_rank_0(self, task: Task) -> bool:
         """Wait until rank 0 has begun to mirror a checkpoint; return False if it has skipped it for a newer one.
 
-        On rank 0 the task is taken already.
+        Tasks that rank 0 has skipped are removed from the queue and closed; the one that it has begun is noted as
+        taken. On rank 0 the task is taken already, and nothing is waited for.
         """
         silence = waits.Silence()
         pause_s = 0.01
         while not task.is_taken:
             if self._cancelled.is_set():
                 raise _Interrupted
-            if silence.lasts_s > RANKS_S:
+            if silence.lasts_s > RANKS_S:  # the log's sentence begins with "... was not mirrored: "
                 raise CheckpointError("rank 0 has not begun to; see what it says")
-            for queued in reversed(self._tasks):  # newest first
+            # Newest first: if rank 0 has begun to mirror a newer checkpoint, it has skipped those before it.
+            for queued in reversed(self._tasks):
                 if queued.part is not None and queued.part.has_begun():
                     queued.is_taken = True
                     self._skip_before(queued)
@@ -425,7 +443,7 @@ class Mirror:
         return True
 
     def _wait_for_news(self, pause_s: float) -> bool:
-        """Wait for a note that there is a new task, or to end; return whether it has come."""
+        """Wait at most `pause_s` to be woken, for a new task or the end; return whether that has happened."""
         with contextlib.suppress(queue.Empty):
             self._news.get(timeout=pause_s)
             return True
@@ -435,7 +453,7 @@ class Mirror:
         """Copy what a task names: this rank's part of a checkpoint; on rank 0 also the files around it."""
         if task.failure is not None:
             raise task.failure
-        if task.part is not None and task.is_first:
+        if task.part is not None and task.is_first:  # other ranks copy once rank 0 has begun, after this check
             task.part.check_run()
         if task.files is not None:
             self._mirror_files(task, task.files)
@@ -445,8 +463,11 @@ class Mirror:
     def _mirror_files(self, task: Task, files: FolderCopy) -> None:
         """On rank 0: copy a framework's folder, then delete copies of folders that were deleted from the run's.
 
-        A folder that was loaded, not saved, may be a copy of another run's: a whole folder of its name in the mirror
-        stays whole, and nothing is deleted for it. An earlier task's unfinished copy is deleted first, to make room.
+        An earlier task's unfinished copy is deleted first, to make room. Then the folder is marked as begun in the
+        mirror, and the engine's checkpoint is copied before its other files.
+
+        A folder that was loaded, not saved, may be a copy of another run's. If the mirror has a whole folder of its
+        name, nothing is copied; and no copies of other folders are deleted.
         """
         if self._unfinished is not None and self._unfinished.name != files.whole.name:
             delete_copy(self._unfinished, files.mirror, is_unfinished=True)
@@ -454,7 +475,7 @@ class Mirror:
         has_begun = files.begin(task.run)  # False: the copy in the mirror is whole, and stays so
         if has_begun:
             self._unfinished = files.whole
-        stays_whole = not has_begun and not task.is_new
+        stays_whole = not has_begun and not task.is_new  # then the copy may be another run's, and gets no part
         has_copied_part = task.part is not None and not stays_whole and self._copy_part(task.part)
         if has_begun:
             for nbytes in files.copy():
@@ -462,12 +483,12 @@ class Mirror:
             files.commit()
         if has_begun or has_copied_part:
             log.info("%s is mirrored in %s", task.source, files.target)
-        self._unfinished = None
+        self._unfinished = None  # not reached if the copy has failed: then the next folder's task deletes it
         if task.is_new:
             self._delete_siblings(files, task.run)
 
     def _delete_siblings(self, files: FolderCopy, run: str) -> None:
-        """Delete the mirror's copies of folders that were beside a folder in the run's, and were deleted there."""
+        """Delete the mirror's copies of siblings of a folder that were deleted from the run's folder."""
         for deleted in self._run_folders.deleted_siblings(files.whole):
             try:
                 copy = open_folder(f"{files.mirror}/{deleted.checkpoint}") if deleted.checkpoint else None
@@ -485,7 +506,11 @@ class Mirror:
             raise _Interrupted
 
     def _copy_part(self, part: RankPart) -> bool:
-        """Copy this rank's part of a checkpoint, unless all of that is there; return whether it was copied."""
+        """Copy this rank's part of a checkpoint, unless the mirror has the checkpoint; return whether it was copied.
+
+        If that fails as the session or a rank has ended, a later session continues from what was copied. Else the
+        copy is given up, see `RankPartCopy.abandon`.
+        """
         request = part.request
         part.folder.prepare()
         if part.is_committed():
@@ -500,7 +525,7 @@ class Mirror:
                     self._note_copied(nbytes)
                 copy.commit(extra, self._cancelled)
             except BaseException as cause:
-                if self._cancelled.is_set():
+                if self._cancelled.is_set():  # the session ends: its next one continues this copy
                     copy.keep()
                     raise _Interrupted from cause
                 if request.find_ended():  # a rank has died: a restarted run continues this copy
@@ -512,7 +537,10 @@ class Mirror:
 
     @contextlib.contextmanager
     def _open_part(self, part: RankPart) -> Iterator[Checkpoint]:
-        """Open this rank's part of a checkpoint; `_reads` has the stores that it reads, while `_is_known` is set."""
+        """Open this rank's part of a checkpoint, and note in `_reads` the stores that the mirror reads by that.
+
+        While stores are opened or closed `_reads` may be wrong, so `_is_known` is cleared then.
+        """
         request = part.request
         with contextlib.ExitStack() as ends:
             self._is_known.clear()
@@ -523,7 +551,8 @@ class Mirror:
             read = {manifest.stores[ref.store] for ref in manifest.tiles.values()}
             self._reads = frozenset((ref.path, ref.store) for ref in read)
             self._is_known.set()
-            # Cleared before the stores are closed: another reader of them must not be taken for this one.
+            # Callbacks run last first: `_is_known` and `_reads` are cleared, then the stores are closed. After that a
+            # reader of these stores is another one, and must not be taken for the mirror.
             ends.callback(setattr, self, "_reads", frozenset())
             ends.callback(self._is_known.clear)
             yield source
@@ -608,7 +637,11 @@ class RankPart:
             note_failure(self.folder, self.request)
 
     def find_failed(self) -> list[int]:
-        """Return the ranks that will not do their parts: they have ended, failed or, as rank 0, given up."""
+        """Return the ranks that will not do their parts of the copy: they have ended, failed or given up.
+
+        Only rank 0 tells that it has given up: its progress file is gone. It is gone after rank 0's commit, too, so
+        callers look for `COMMIT` after this.
+        """
         names = self.folder.names()
         failed = [rank for rank in range(self.request.ranks) if failure_name(self.request.id, rank) in names]
         given_up = [] if self.progress_name(0) in names else [0]
@@ -626,14 +659,16 @@ def _find_other_run(folder: Folder, run: str) -> Manifest | None:
 
 @dataclass(slots=True)
 class RankPartCopy:
-    """The work on one part: `begin`, every batch of `copy`, `commit`; then `keep` or `abandon`, and `close`.
+    """The copying of one part: call `begin`, exhaust `copy`, call `commit`; at the end `close`.
+
+    If `copy` or `commit` fails, call `keep`, so that a later session continues the copy, or `abandon`; then `close`.
 
     Attributes:
         part: The part to copy.
         source: The checkpoint, with this rank's part open.
         io_backend: Backend of a store in a directory.
-        progress: The stores that have been written, with the tiles in them.
-        sink: The store that is being written.
+        progress: The stores in the mirror for tiles of this part, each with the number of its durable tiles.
+        sink: The store that this copy writes, the last in `progress`; None until it is made.
         job: The commit, once it has begun.
     """
 
@@ -650,21 +685,30 @@ class RankPartCopy:
         return self.source.manifests[0]
 
     def begin(self) -> None:
-        """Find what an earlier session has copied, delete what of it is useless, and note that this rank has begun.
+        """Find what an earlier session has copied of this part, and note in the mirror that this rank has begun.
+
+        What is useless of the earlier copy is deleted: stores and, on rank 0, failure files.
 
         Raises:
             CheckpointError: Another session is copying this part.
         """
         part = self.part
         self.progress = self._take_up_progress()
-        if part.request.rank == 0:
+        if part.request.rank == 0:  # before its progress file is written, at which the other ranks begin
             for name in part.folder.names():
                 if FAILURE.fullmatch(name):  # of an earlier copy: other ranks would give up because of it
                     part.folder.delete(name)
         self._write_progress(*self.progress.stores)
 
     def _take_up_progress(self) -> MirrorProgress:
-        """Return how far an earlier session has copied this part; delete its stores that cannot be used."""
+        """Return how far an earlier session has copied this part; delete those of its stores that cannot be used.
+
+        All stores are used or none: a part's tiles have one order, and each store has the next ones after those in
+        the store before it.
+
+        Raises:
+            CheckpointError: Another session is copying this part.
+        """
         part = self.part
         mirror = parse_place(part.folder.path)
         content = part.folder.read(part.progress_name())
@@ -678,10 +722,10 @@ class RankPartCopy:
             if pid is not None:
                 raise CheckpointError(f"process {pid} is copying it")
             try:
-                if count:  # opened only to see that it can be
+                if count:  # opened only to see that it can be; a store without tiles may not even have been made
                     mirror.open_existing(store, CompletionQueue()).close()
             except OffloadError:
-                are_usable = False  # then none is: a store's tiles are counted on from the store before it
+                are_usable = False
         useful = tuple((store, count) for store, count in recorded.stores if count and are_usable)
         tile_count = sum(count for _, count in useful)
         if tile_count > len(self.manifest.tiles):  # it cannot be of this part
@@ -695,12 +739,12 @@ class RankPartCopy:
         return MirrorProgress(useful)
 
     def _write_progress(self, *stores: tuple[uuid.UUID, int]) -> None:
-        """Note the stores that have been written, each with the number of its durable tiles; in the mirror, too."""
+        """Note, here and in this rank's progress file, the stores and the number of durable tiles in each."""
         self.progress = MirrorProgress(stores)
         self.part.folder.write(self.part.progress_name(), seal_progress(self.progress))
 
     def copy(self) -> Iterator[int]:
-        """Copy the tiles that are missing, batch by batch; yield the bytes of each once it is durable."""
+        """Copy the missing tiles to a new store, batch by batch; yield a batch's bytes once the batch is durable."""
         manifest = self.manifest
         earlier_stores = self.progress.stores
         first = sum(count for _, count in earlier_stores)
@@ -708,7 +752,8 @@ class RankPartCopy:
             return
         store = uuid.uuid4()
         count = 0
-        self._write_progress(*earlier_stores, (store, count))  # before it is made, so that none is left unnoticed
+        # Noted before it is made, so that a later session finds the store, whenever this one is killed.
+        self._write_progress(*earlier_stores, (store, count))
         total_bytes = sum(map(slot_bytes, manifest.tile_bytes.values()))
         options = StoreOptions(extent_bytes=max(1 << 20, min(total_bytes, BATCH_BYTES)), io_backend=self.io_backend)
         self.sink = open_tier(self.part.folder.path, store, self.source.queue, options=options)
@@ -719,19 +764,22 @@ class RankPartCopy:
             yield sum(manifest.tile_bytes[tile] for tile, _ in batch)
 
     def commit(self, extra: bytes | None, cancelled: threading.Event) -> None:
-        """Commit the part as one of a self-contained copy, with its `extra`, if it has one.
+        """Commit the part as one of a self-contained copy, and delete its progress file.
 
-        It waits no longer for other ranks once `cancelled` is set.
+        The commit waits no longer for other ranks once `cancelled` is set. `extra` is that of the source, None if it
+        has none. The file of weights that no optimizer changes is copied first, if the source has one.
         """
         weights = model_name(self.part.request.id, self.part.request.rank)
         if self.manifest.metadata.get(MODEL_KEY):
             target = self.part.folder
-            # Weights that no optimizer changes may be larger than memory.
+            # The file may be larger than memory. From a bucket it comes by way of a temporary file, in the mirror's
+            # directory if that is one.
             scratch = target.path if target.has_locks else None
             with open_folder(self.source.path).content(weights, scratch) as content:
                 target.write(weights, content)
         request = replace(self.part.request, find_ended=self.part.find_failed)
         manifest = self._manifest_of_copy()
+        # `older`, `keep`: no checkpoint in another folder is released for this one.
         self.job = CommitJob(
             self.part.folder, request, manifest, extra, older=(), keep=1, cancelled=cancelled, timeout_s=RANKS_S
         )
@@ -740,7 +788,10 @@ class RankPartCopy:
         self.part.folder.delete(self.part.progress_name())
 
     def _manifest_of_copy(self) -> Manifest:
-        """Return the manifest with the tiles that have been copied, in its order, where they lie in the mirror."""
+        """Return the part's manifest, with the tiles that have been copied so far as they lie in the mirror.
+
+        Tiles are copied in the manifest's order, so each store has the next `count` of them, one after the other.
+        """
         manifest, stores = self.manifest, self.progress.stores
         tiles: dict[TileId, TileRef] = {}
         remaining = iter(manifest.tiles.items())
@@ -752,16 +803,17 @@ class RankPartCopy:
         return replace(manifest, stores=tuple(StoreRef(store, path=None) for store, _ in stores), tiles=tiles)
 
     def keep(self) -> None:
-        """Tell the sink, if it was made, which slots are in use: `close` does not delete these durable tiles then."""
+        """Tell the sink, if it was made, which slots are in use, so that `close` does not delete the store."""
         if self.sink is not None:
             sink_number = len(self.progress.stores) - 1  # it is the last store in the progress file
             tiles = self._manifest_of_copy().tiles.values()
             self.sink.keep({ref.offset for ref in tiles if ref.store == sink_number})
 
     def abandon(self) -> None:
-        """Delete this rank's copied stores and progress file, unless another rank may still commit the copy.
+        """Give this rank's part of the copy up: delete its stores and its progress file.
 
-        That rank 0's progress file is gone tells the others to give up.
+        Other ranks give up when they see that rank 0's progress file is gone. If rank 0 may still commit the copy
+        with this part, or may have committed it, everything is kept instead.
         """
         part = self.part
         if self.job is not None and self.job.is_doubtful:
@@ -769,7 +821,7 @@ class RankPartCopy:
                 self.keep()
                 return
             self.job.undo()
-        self.close()
+        self.close()  # which deletes the sink, as `keep` was not called; earlier sessions' stores are deleted below
         with contextlib.suppress(OffloadError):
             for store, _ in self.progress.stores:
                 remove(judge(parse_place(part.folder.path).store(store)))

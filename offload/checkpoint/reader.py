@@ -1,8 +1,8 @@
-"""Reading a checkpoint by parameter name and range, however many ranks have written it.
+"""Reads a checkpoint by parameter name and range of elements, however many ranks have written it.
 
-A checkpoint is found by its `COMMIT`, every rank's manifest is read and checked against the others, and the stores
-that they name are opened, all before anything of the state is read. State is then read tile by tile through a bounded
-number of buffers, in memory that the caller lends or in memory of its own; every tile's header and checksum are
+Before any state is read, the checkpoint is found by its `COMMIT`, every rank's manifest is read and checked against
+the others, and the stores that the manifests name are opened. State is then read tile by tile, through a bounded
+number of buffers: in memory that the caller lends, or in memory of their own. Every tile's header and checksum are
 verified, and errors name parameter and file.
 """
 
@@ -81,8 +81,8 @@ class Range:
         name: The parameter's name.
         tensor: The state tensor's name, one of its rule's `names`.
         start: First element in the whole parameter, in the order of its memory.
-        out: Flat tensor in host memory to read into, rounded to its dtype; its size is the number of elements. What
-            is packed is read as it is: all words of a parameter.
+        out: Flat tensor in host memory to read into, rounded to its dtype; its size is the number of elements. Of
+            packed state it is all words of the parameter, which are read as they are.
     """
 
     name: str
@@ -103,9 +103,14 @@ class _ElementRun:
 
 
 class _TilePart(NamedTuple):
-    """What a tile has of a run of elements: bytes of the tile, and which items of the run they are.
+    """The part of a run of elements that lies in one tile.
 
-    An item is what the format stores as one unit: an element, or the elements that are packed together.
+    An item is what the format stores as one unit: for an element, or for a block of `item_numel` elements.
+
+    Attributes:
+        tile: The tile.
+        source_bytes: Where the part lies in the tile, in bytes.
+        items: Which items of the run it is, counted from the run's first.
     """
 
     tile: TileId
@@ -113,18 +118,19 @@ class _TilePart(NamedTuple):
     items: slice
 
     def bytes_of_run(self, form: Format) -> slice:
-        """Return which of the run's stored bytes they are."""
+        """Return which of the run's stored bytes the part is, where the run has `form`."""
         return slice(self.items.start * form.item_bytes, self.items.stop * form.item_bytes)
 
 
 def _tile_parts(run: _ElementRun, form: Format, number: int) -> Iterator[_TilePart]:
-    """Yield the parts of tiles that hold a run of elements of stored tensor `number`, which has format `form`."""
+    """Yield the parts, tile by tile, of a run of elements of stored tensor `number`, which has format `form`."""
+    # Items of the subgroup's stored tensor: the next one and the end of the run, then how many a tile has.
     item = run.offset // form.item_numel
     stop = ceil_div(run.offset + run.numel, form.item_numel)
     tile_items = ceil_div(run.subgroup.tile_numel, form.item_numel)
-    done = 0
+    done = 0  # items of the run that have been yielded
     while item < stop:
-        tile, skipped = divmod(item, tile_items)
+        tile, skipped = divmod(item, tile_items)  # the tile's number, and its items before this one
         count = min(stop - item, tile_items - skipped)
         source_bytes = slice(skipped * form.item_bytes, (skipped + count) * form.item_bytes)
         yield _TilePart(TileId(run.subgroup.index, number, tile), source_bytes, slice(done, done + count))
@@ -158,7 +164,7 @@ class _Flight(NamedTuple):
     tier: Tier
 
     def __str__(self) -> str:
-        """Return what is waited for, for messages."""
+        """Return what messages call this operation."""
         return f"{self.tier.name} path {self.tier.path} to read at byte {self.request.offset}"
 
 
@@ -253,7 +259,7 @@ class Checkpoint:
         self._verify = verify
         self._needs_all_stores = whole
         self._tiers: dict[tuple[str, str], Tier] = {}  # by path and store
-        # By path and store, too: why a store of that name elsewhere is not read in its place.
+        # By saved path and store: why a store of the same name on another path is not read in its place.
         self._misfits: dict[tuple[str | None, str], CheckpointError] = {}
         self.queue = CompletionQueue()
         self._most_buffers = buffers
@@ -268,14 +274,15 @@ class Checkpoint:
         else:
             self.id, self.manifests = part[0], [read_manifest(self._folder, *part)]
         self._parts = self._find_parts()
-        # A request that is still out between two reads is stuck, and may write into its buffer at any time.
+        # A request that is still in flight between two reads is stuck, and may write into its buffer at any time.
         self._flights = Flights[_Flight](self.queue, STALL_S)
         # On a thread of its own, so that no interrupt comes between what is opened and taking note of it.
         self._opening = waits.BackgroundWork(lambda: self._open_stores(paths), "offload-open")
         self._closing = waits.BackgroundWork(self._close, "offload-close")
         try:
             self._opening.do(lambda: f"the stores of {self.path} to be opened")
-            # It may have been replaced, or released, before its stores were marked as being read.
+            # Opened stores are marked as being read, which keeps them. Before that the checkpoint may have been
+            # replaced or released, so its files are read once more.
             if part is not None:
                 read_manifest(self._folder, *part)
             elif read_commit(self._folder).id != self.id:
@@ -294,8 +301,9 @@ class Checkpoint:
     def rule_of(self, name: str) -> UpdateRule:
         """Return the rule whose state a parameter has."""
         parts = self._parts[name]
+        # From a piece with elements: one without elements is in no subgroup, which would name the rule.
         with_elements = (part for part in parts if self._piece(part).numel)
-        saved = next(with_elements, parts[0])  # a piece without elements has no rule of its own
+        saved = next(with_elements, parts[0])
         return self.manifests[saved.rank].layout.state_of(self._piece(saved)).rule
 
     @property
@@ -304,7 +312,11 @@ class Checkpoint:
         return list(self._parts)
 
     def names_of(self, rank: int, ranks: int) -> list[str] | None:
-        """Return the parameters that a rank has saved, or rank 0 for it; None unless as many ranks have saved."""
+        """Return the names of the parameters that were saved for a rank of `ranks`, by itself or by rank 0 for all.
+
+        For one rank that is all parameters, however many ranks have saved. None if `ranks` is another number than
+        that of the ranks that have saved: nothing tells then which parameters a rank needs.
+        """
         if ranks == 1:
             return self.names
         if len(self.manifests) != ranks:
@@ -313,32 +325,39 @@ class Checkpoint:
         return list(self.manifests[0 if rank_0_saved_all else rank].layout.index_by_name)
 
     def rank_with(self, names: Iterable[str], rank: int) -> int:
-        """Return the rank that has saved most of some parameters; `rank` if it is one of several, or none has any."""
+        """Return the rank that has saved the greatest number of the parameters in `names`.
+
+        If several ranks have as many, it is `rank` if that is one of them, else the first of them. So it is `rank` if
+        no rank has any.
+        """
         wanted = set(names)
         counts = [len(wanted.intersection(manifest.layout.index_by_name)) for manifest in self.manifests]
         most = max(counts)
         return rank if counts[rank] == most else counts.index(most)
 
     def parts(self, name: str) -> list[SavedPiece]:
-        """Return the pieces of a parameter, by start; one that several ranks have is there several times."""
+        """Return the saved pieces of a parameter, those of ranks whose stores are missing last, else by start.
+
+        A piece that several ranks have saved is there several times.
+        """
         return self._parts[name]
 
     def _piece(self, part: SavedPiece) -> Parameter:
-        """Return what the manifest of the saving rank says of a piece."""
+        """Return a saved piece as the manifest of the saving rank describes it."""
         return self.manifests[part.rank].layout.parameters[part.parameter]
 
     def full_numel(self, name: str) -> int:
-        """Return the number of elements of a whole parameter."""
+        """Return the number of elements of a whole parameter, on which all its pieces agree (`_find_parts`)."""
         return self._piece(self._parts[name][0]).unsharded_numel
 
     def step_of(self, name: str) -> int:
-        """Return the number of updates that a parameter has had."""
+        """Return the number of updates that a parameter has had, on which all its pieces agree (`_find_parts`)."""
         part = self._parts[name][0]
         return self.manifests[part.rank].steps[part.parameter]
 
     @property
     def step(self) -> int:
-        """Number of the step after which the state was saved; the last one, of ranks that have taken fewer alone."""
+        """Number of the step after which the state was saved; the greatest, if ranks have taken different numbers."""
         return max(manifest.step for manifest in self.manifests)
 
     @property
@@ -347,12 +366,12 @@ class Checkpoint:
         return self.manifests[0].metadata
 
     def has(self, name: str, tensor: str) -> bool:
-        """Return whether a state tensor is there: all that a parameter's rule has are."""
+        """Return whether a state tensor is there; a saved parameter has all tensors of its rule."""
         return name in self._parts and tensor in self.rule_of(name).names
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return shape and strides of a whole parameter, if its writer gave them."""
-        piece = self._piece(self._parts[name][0])
+        piece = self._piece(self._parts[name][0])  # all pieces agree, see `_find_parts`
         return None if piece.shape is None or piece.stride is None else (piece.shape, piece.stride)
 
     @property
@@ -392,8 +411,8 @@ class Checkpoint:
     def read(self, ranges: Sequence[Range]) -> None:
         """Read ranges, tile by tile, through at most as many buffers as the checkpoint was opened with.
 
-        Each tile is read once, and copied or decoded to all ranges that need it. What is stored as several tensors
-        (planes; codes and scales) is collected first, and decoded when all tiles have been read.
+        Each tile is read once, and copied or decoded to all ranges that need it. A state tensor that is stored as
+        several (planes; codes and scales) is collected first, and decoded when all tiles have been read.
 
         If the lent memory is too small for a tile, one buffer of the checkpoint's own is used.
 
@@ -401,6 +420,7 @@ class Checkpoint:
             CheckpointError: A tile is damaged or cannot be read, or the checkpoint has not all of a range.
         """
         uses: _Uses = OrderedDict()
+        # `_add_uses` notes in `uses` what to copy from each tile, and returns what to do after all tiles.
         decode_collected = [
             self._add_uses(uses, rank, item.tensor, run) for item in ranges for rank, run in self._element_runs(item)
         ]
@@ -418,7 +438,7 @@ class Checkpoint:
         take: Callable[[int, int, Mapping[str, torch.Tensor]], None],
         names: Sequence[str] | None = None,
     ) -> None:
-        """Read the state of pieces of parameters, at most `PIECE_NUMEL` elements at a time, and pass it to `take`.
+        """Read the state of pieces of parameters, and pass it to `take`, at most `PIECE_NUMEL` elements at a time.
 
         Args:
             pieces: What to read.
@@ -435,6 +455,7 @@ class Checkpoint:
             rule = self.rule_of(piece.name)
             weight_dtype: torch.dtype = getattr(torch, piece.dtype.name.lower())
             wanted = (MASTER, *rule.state) if names is None else names
+            # Buffers are shared by all pieces: one for each state tensor's name and dtype.
             keys = [(name, weight_dtype if name == WEIGHT else torch.float32) for name in wanted]
             for name, dtype in keys:
                 if (name, dtype) not in buffers:
@@ -446,16 +467,18 @@ class Checkpoint:
                 take(number, first, views)
 
     def _add_uses(self, uses: _Uses, rank: int, name: str, run: _ElementRun) -> Callable[[], None]:
-        """Add to `uses` a rank's tiles that hold a run of state tensor `name`; return what to call when all are read.
+        """Note in `uses`, for each tile that holds a part of a run of state tensor `name`, how to copy from the tile.
 
-        That decodes a tensor stored as several: a master's planes, codes and their scales. Another is decoded tile by
-        tile.
+        Returns:
+            A function to call once all tiles have been read. It decodes a state tensor that is stored as several: a
+            master's planes, or codes and their scales. For any other it does nothing: each tile is decoded when read.
         """
         subgroup = run.subgroup
         numbers = {tensor.name: number for number, tensor in enumerate(subgroup.kept)}
-        stored = {each: numbers[each] for each in subgroup.state.format.stored_as(name) if each in numbers}
-        if len(stored) > 1:
-            return self._add_uses_of_several(uses, rank, name, run, stored)
+        # Numbers of the stored tensors that `name` consists of, by their names.
+        stored_numbers = {each: numbers[each] for each in subgroup.state.format.stored_as(name) if each in numbers}
+        if len(stored_numbers) > 1:
+            return self._add_uses_of_several(uses, rank, name, run, stored_numbers)
         number = numbers[name]
         form = subgroup.kept[number].format
         for part in _tile_parts(run, form, number):
@@ -469,9 +492,12 @@ class Checkpoint:
     def _add_uses_of_several(
         self, uses: _Uses, rank: int, name: str, run: _ElementRun, numbers: Mapping[str, int]
     ) -> Callable[[], None]:
-        """Do as `_add_uses` for a tensor that is stored as several, given their numbers by name."""
+        """Do as `_add_uses` for a state tensor that is stored as several, given the numbers of these by name.
+
+        Their bytes are copied from the tiles to memory of their own. The returned function decodes them from there.
+        """
         subgroup = run.subgroup
-        stored = {}
+        stored = {}  # the run's part of each stored tensor, by name
         for stored_name, number in numbers.items():
             form = subgroup.kept[number].format
             parts = list(_tile_parts(run, form, number))
@@ -499,9 +525,11 @@ class Checkpoint:
                 yield rank, tile, problem
 
     def copy(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> None:
-        """Copy tiles of the first manifest, unchanged, to offsets in another store; durable when this returns.
+        """Copy tiles of the first manifest, unchanged, to another store; they are durable when this returns.
 
-        The sink is a new store that reports to `queue`, with nothing else in flight.
+        Args:
+            tiles: The tiles, each with its offset in the other store, in bytes.
+            sink: The other store: a new one that reports to `queue`, with nothing else in flight.
 
         Raises:
             CheckpointError: A tile is damaged or cannot be read.
@@ -509,6 +537,7 @@ class Checkpoint:
         """
         last_written = self._move_tiles(tiles, sink)
         if not self._flights.out:  # else a device has stalled
+            # One operation, the sync. `Flights` names it by the last write in messages.
             to_sync = [last_written] if last_written is not None else []
             syncs = self._flights.run(lambda: to_sync.pop() if to_sync else None, lambda op, _: sink.sync(op))
             with contextlib.closing(syncs) as arrivals:
@@ -520,9 +549,12 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is not copied: no answer for {format_seconds(STALL_S)} from {what}")
 
     def _move_tiles(self, tiles: Sequence[tuple[TileId, int]], sink: Tier) -> _Flight | None:
-        """Read tiles and write them to a sink, until all is done or a device stalls; return the last write."""
+        """Read tiles and write them to a sink, until all is done or a device stalls; return the last write.
+
+        Reads and writes overlap. A buffer is free again once its tile has been written.
+        """
         self._make_buffers()
-        self._cache.clear()  # all buffers are used for other tiles now
+        self._cache.clear()  # all buffers are used for these tiles
         to_read = deque(tiles)
         free = [*range(self._buffer_count)]
         offsets = dict(tiles)
@@ -573,6 +605,8 @@ class Checkpoint:
         """Close the stores, on a thread of its own, once opening them has ended or cannot begin any more."""
         if not self._opening.forestall():
             self._opening.wait()
+        # All are closed even if one raises. The buffers go last (callbacks run last first): a read may write to them
+        # until its store is closed.
         with contextlib.ExitStack() as ends:
             ends.callback(self._drop_buffers)
             for tier in self._tiers.values():
@@ -580,8 +614,8 @@ class Checkpoint:
         self._tiers = {}
 
     def __del__(self) -> None:
-        """Close the stores if an interrupt came before the caller had this to close."""
-        closing = getattr(self, "_closing", None)
+        """Close the stores, which an interrupt may have left open before the caller could note this checkpoint."""
+        closing = getattr(self, "_closing", None)  # None if the constructor was interrupted before
         if closing is not None:
             closing.start()
 
@@ -596,7 +630,7 @@ class Checkpoint:
     # Stores
 
     def store_path(self, rank: int, store: int) -> str:
-        """Return the directory or prefix that a store of a manifest lies in."""
+        """Return the path that a store, by its number in a rank's manifest, lies on: a directory or a prefix."""
         path = self.manifests[rank].stores[store].path
         return self.path if path is None else path
 
@@ -609,7 +643,7 @@ class Checkpoint:
             try:
                 self._tiers[key] = parse_place(path).open_existing(ref.store, self.queue)
             except TierError as cause:
-                host = self.manifests[rank].host
+                host = self.manifests[rank].host  # "" in older manifests
                 where = f"{path} on {host}, of rank {rank}" if host not in ("", socket.gethostname()) else path
                 what = f"{self.path} names the store offload-{ref.store} in {where}, which cannot be opened here"
                 why = f"{cause}" if cause.errno != errno.ENOENT else _NO_STORE
@@ -622,9 +656,11 @@ class Checkpoint:
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
         """Change a rank's manifest to name the paths where its stores are now: stores and paths may have moved.
 
-        The store that the checkpoint names comes first if it has a pin of this checkpoint in this folder. Else this
-        is a copy, and a copy of the store goes first, on `paths` or where it lies beside the checkpoint as the store
-        lay beside the original: the original may have gone on since.
+        If another path has a store of the same name, `_find_store` decides by the stores' content. It tries the path
+        that the checkpoint names first if the store there has a pin of this checkpoint in this folder. Else this
+        folder is a copy, and copies of the store are tried first, as the original store may have gone on since. Paths
+        of the checkpoint's other stores are tried last: as all stores of a session have one name, these have a store
+        of this name, too.
         """
         places = [parse_place(path) for path in paths]
         saved_paths = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
@@ -632,33 +668,42 @@ class Checkpoint:
         for number, ref in enumerate(self.manifests[rank].stores):
             if ref.path is None:  # it lies in the checkpoint's own folder
                 continue
-            named = [ref.path] if os.path.isdir(f"{ref.path}/offload-{ref.store}") else []
-            found = [*parse_place(ref.path).search(ref.store, candidates), *self._stores_beside(ref)]
-            elsewhere = [path for path in found if not is_same(path, ref.path)]
+            named_paths = [ref.path] if os.path.isdir(f"{ref.path}/offload-{ref.store}") else []  # at most one
+            found_paths = [*parse_place(ref.path).search(ref.store, candidates), *self._stores_beside(ref)]
+            other_paths = [path for path in found_paths if not is_same(path, ref.path)]
             # Paths may have been exchanged, as by disks that are mounted in another order.
-            exchanged = [path for path in elsewhere if any(is_same(path, saved) for saved in saved_paths)]
-            copies = [path for path in elsewhere if path not in exchanged]
-            is_original = bool(named) and is_pinned_in(self.path, self.id, ref.path, ref.store)
-            if elsewhere:
-                first = [*named, *copies] if is_original else [*copies, *named]
-                self._find_store(rank, number, [*first, *exchanged])
+            exchanged = [path for path in other_paths if any(is_same(path, saved) for saved in saved_paths)]
+            copies = [path for path in other_paths if path not in exchanged]
+            is_original = bool(named_paths) and is_pinned_in(self.path, self.id, ref.path, ref.store)
+            if other_paths:
+                first_paths = [*named_paths, *copies] if is_original else [*copies, *named_paths]
+                self._find_store(rank, number, [*first_paths, *exchanged])
             path = self.store_path(rank, number)
-            for place in places:  # so that the path has the name that it has today
+            for place in places:  # so that the manifest calls the path as the caller does
                 if is_same(place.path, path):
                     self._set_store_path(rank, number, place.name)
 
     def _stores_beside(self, ref: StoreRef) -> list[str]:
-        """Return where a store lies in the two folders above the checkpoint, under the last names of its path."""
-        *_, path, rank = ("", *os.path.normpath(ref.path or "").split("/"))
-        names = ("", rank, f"{path}/{rank}")
+        """Return paths near the checkpoint that have a store: it may have been copied together with the checkpoint.
+
+        They are looked for in the two folders above the checkpoint: in these folders themselves, and under the last
+        one or two names of the store's saved path, such as "rank-1" and "nvme/rank-1".
+        """
+        *_, second_last, last = ("", *os.path.normpath(ref.path or "").split("/"))  # "": a path may have one name
+        names = ("", last, f"{second_last}/{last}")
         places = [os.path.join(above, name) for above in folders_above(self.path) for name in names]
         return [place for place in places if os.path.isdir(f"{place}/offload-{ref.store}")]
 
     def _find_store(self, rank: int, number: int, candidates: Sequence[str]) -> None:
-        """Have a rank's manifest name the path that has a store, if one of `candidates` has it.
+        """Have a rank's manifest name the first of `candidates` that has a store; if none has it, the saved path.
 
-        It is found by reading a tile of it, as all stores of a session have one name. The newest, which a copy from
-        before the checkpoint has not.
+        All stores of a session have one name, so whether a path has the right one is found by reading a tile: the
+        newest, as a copy of the store from before the checkpoint lacks that.
+
+        Args:
+            rank: The rank.
+            number: Number of the store in the rank's manifest.
+            candidates: Paths that have a store of this name.
         """
         store, saved_path = self.manifests[rank].stores[number].store, self.manifests[rank].stores[number].path
         tiles = [tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number]
@@ -683,7 +728,11 @@ class Checkpoint:
         self.manifests[rank] = replace(self.manifests[rank], stores=tuple(stores))
 
     def _open_stores(self, paths: Sequence[str]) -> None:
-        """Locate and open the stores of all ranks; read state that several ranks have from one whose stores exist."""
+        """Locate and open the stores of all ranks.
+
+        A store that cannot be opened raises only if all are needed (`whole`). Else its rank's pieces go last in
+        `_parts`, so that state that several ranks have is read from one whose stores are there.
+        """
         for rank in range(len(self.manifests)):
             self._locate_stores(rank, paths)
         absent = set()
@@ -707,11 +756,12 @@ class Checkpoint:
             self._tier(rank, number)
 
     def ranks_with(self, pieces: Iterable[Parameter]) -> set[int]:
-        """Return the saving ranks from whose parts pieces of parameters are read."""
+        """Return the ranks from whose parts of the checkpoint the state of these pieces would be read."""
         ranks = set()
         for piece in pieces:
             for start, numel in piece.runs(0, piece.numel):
-                no_memory = torch.empty(numel, dtype=torch.float32, device="meta")  # nothing is read
+                no_memory = torch.empty(numel, dtype=torch.float32, device="meta")  # as nothing is read
+                # "" for any state tensor: all of a parameter's lie in the same pieces.
                 ranks |= {rank for rank, _ in self._element_runs(Range(piece.name, "", start, no_memory))}
         return ranks
 
@@ -737,7 +787,14 @@ class Checkpoint:
         return all_parts
 
     def _element_runs(self, item: Range) -> Iterator[tuple[int, _ElementRun]]:
-        """Yield the runs that make up a range, each with the rank that saved it; raise if elements are missing."""
+        """Yield the runs that make up a range, each with the rank that has saved it.
+
+        Pieces of several ranks may have the same elements; one of them is read. Packed state is read whole, from the
+        first piece.
+
+        Raises:
+            CheckpointError: No piece has some of the elements, or the parameter is unknown.
+        """
         if item.name not in self._parts:
             raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {some_of(self.names)}")
         parts = self._parts[item.name]
@@ -751,7 +808,7 @@ class Checkpoint:
         while done < numel and missed < len(parts):
             part = parts[number]
             located = self._piece(part).locate(item.start + done)
-            if located is None:  # try the next piece: those of neighbouring runs follow each other
+            if located is None:  # try the next piece, which mostly has the elements that follow
                 number = (number + 1) % len(parts)
                 missed += 1
                 continue
@@ -766,7 +823,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {missing} on are missing")
 
     def _element_runs_of(self, part: SavedPiece, start: int, out: torch.Tensor, numel: int) -> Iterator[_ElementRun]:
-        """Yield the runs of elements of one saved piece, `numel` from `start` on, subgroup by subgroup."""
+        """Yield the runs of `numel` elements of a saved piece, from its element `start` on, subgroup by subgroup."""
         layout = self.manifests[part.rank].layout
         for subgroup_index, position in layout.places[part.parameter]:
             subgroup = layout.subgroups[subgroup_index]
@@ -775,7 +832,8 @@ class Checkpoint:
             end = min(start + numel, segment.start + segment.numel)
             if first < end:
                 offset = segment.offset + first - segment.start
-                # Not a slice where all is asked for: packed state fills `out`, whose size is not `numel`.
+                # All of `out` where one segment has all elements: for packed state the size of `out`, in words, is
+                # not `numel`, and a slice by elements would be wrong.
                 target = out if end - first == numel else out[first - start : end - start]
                 yield _ElementRun(subgroup, offset, part.start + first, end - first, target)
 
@@ -787,11 +845,15 @@ class Checkpoint:
         return self._buffers_address + buffer * self._buffer_bytes
 
     def _make_buffers(self) -> None:
-        """Divide lent memory, or new memory if that is too small, into buffers for the largest tile, unless done."""
+        """Divide memory into buffers, each for the largest tile; nothing if there are buffers already.
+
+        The memory is what the caller has lent. If that is too small for one tile, it is new memory for one buffer; if
+        none was lent, new memory for all buffers.
+        """
         if self._buffer_count:
             return
         most = max((nbytes for manifest in self.manifests for nbytes in manifest.tile_bytes.values()), default=0)
-        self._buffer_bytes = max(most, SECTOR_BYTES)
+        self._buffer_bytes = max(most, SECTOR_BYTES)  # not 0 where there are no tiles
         address, nbytes = self._lent_memory
         count = min(self._most_buffers, nbytes // self._buffer_bytes)
         if count == 0:
@@ -816,7 +878,11 @@ class Checkpoint:
             pass
 
     def _tiles(self, keys: Iterable[_TileKey]) -> Iterator[tuple[_TileKey, int]]:
-        """Read tiles; yield each, those in memory first, with the buffer that holds it until the next one."""
+        """Read tiles; yield each with the number of its buffer.
+
+        The buffer is sure to have the tile only until the next one is asked for. Tiles that are in buffers already
+        come first, the others as their reads end.
+        """
         self._make_buffers()
         todo = []
         for key in keys:

@@ -58,7 +58,7 @@ class SaveRequest:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that cannot be saved."""
-        checks = (
+        checks = (  # field, whether it is right, what to do if not
             ("metadata", isinstance(self.metadata, Mapping), "use a dict of what JSON can hold"),
             ("extra", self.extra is None or isinstance(self.extra, bytes) or callable(self.extra), "use bytes"),
             *((name, isinstance(getattr(self, name), bool), "use true or false") for name in FLAGS),

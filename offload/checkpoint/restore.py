@@ -54,6 +54,7 @@ class Restorer:
         self._tables = tables
         self._lanes = lanes
         in_checkpoint = set(source.names)
+        # Positions of parameters that the checkpoint lacks: either they begin anew, or they are missing.
         unsaved = [number for number, name in enumerate(self.saved_names) if name not in in_checkpoint]
         self.anew = frozenset(number for number in unsaved if parameters[number].name in anew)
         missing = [self.saved_names[number] for number in unsaved if number not in self.anew]
@@ -64,10 +65,10 @@ class Restorer:
                 self._check_saved(self.saved_names[number], parameter)
 
     def _describe_missing(self, missing: Sequence[str]) -> str:
-        """Say which parameters the checkpoint lacks, and why that may be: the models' names are of two kinds."""
+        """Return, in words, which parameters the checkpoint lacks, and a hint where the names are of another kind."""
 
         def has_positions(names: Sequence[str]) -> bool:
-            """Return whether parameters were given without names, which are named by their positions."""
+            """Return whether there are names such as "param_groups[0]...", of parameters that were given no name."""
             return any(name.startswith("param_groups[") for name in names)
 
         in_checkpoint = self._source.names
@@ -82,7 +83,8 @@ class Restorer:
         source = self._source
         saved_rule = source.rule_of(name)
         rule = self._views.plan.layout.state_of(parameter).rule
-        if source.full_numel(name) and not source.keeps(name, rule):  # what has no elements has no rule there
+        # The checkpoint knows no rule of a parameter without elements.
+        if source.full_numel(name) and not source.keeps(name, rule):
             size = " with state of another size" if saved_rule.name == rule.name else ""
             raise CheckpointError(
                 f"{source.path} has state of the rule {saved_rule.name!r}, and this optimizer's is "
@@ -95,9 +97,10 @@ class Restorer:
             )
 
     def restore_step_counts(self) -> None:
-        """Copy the step counts, and what stochastic rounding draws by: the seed, and each parameter's number.
+        """Copy each parameter's step count; and its number in stochastic rounding, with the seed.
 
-        Where the checkpoint lacks the latter, the session keeps its own.
+        Where the checkpoint lacks seed and numbers, the session keeps its own. A parameter that begins anew has taken
+        0 steps.
         """
         tables = self._tables
         for position, name in enumerate(self.saved_names):
@@ -109,11 +112,11 @@ class Restorer:
                 tables.numbers[position] = saved_numbers.get(name, tables.numbers[position])
 
     def restore(self, run: RunVisit) -> None:
-        """Copy a visited subgroup's state, and derive its weights from it; the visitor of a sweep that restores."""
+        """Copy a visited subgroup's state, and derive its weights from it: the visitor of a sweep that restores."""
         subgroup = self._views.plan.layout.subgroups[run.visit.subgroup]
         with self._views.on_host(run) as view, contextlib.ExitStack() as exits:
-            # As a segment's context ends, its state is stored and, with `sets_master`, its weight rounded from the
-            # master.
+            # `piece` gives a segment's state, by tensor, as fp32 views. When its context ends, the state is stored in
+            # its format and, with `sets_master`, the weight is rounded from the master.
             views_by_segment = [
                 (segment, exits.enter_context(self._views.piece(run, view, segment, sets_master=True)))
                 for segment in subgroup.segments
@@ -123,9 +126,10 @@ class Restorer:
     def _read_segments(
         self, subgroup: int, views_by_segment: Sequence[tuple[Segment, Mapping[str, torch.Tensor]]], view: View
     ) -> None:
-        """Read what is saved of all segments, at once, so that each tile is read once.
+        """Read the saved state of all segments of a subgroup, in one call, so that each tile is read once.
 
-        The rest is filled in: state that begins anew with zeros, missing masters from weights.
+        State that is not saved is filled in: masters from the weights, other state with zeros where it begins anew.
+        The subgroup's masters then count as due no longer, so no update takes them from the weights.
         """
         self._source.read(
             [
@@ -149,9 +153,12 @@ class Restorer:
         return segment.parameter not in self.anew and self._source.has(self.saved_names[segment.parameter], name)
 
     def _ranges(self, segment: Segment, name: str, out: torch.Tensor) -> Iterator[Range]:
-        """Yield the ranges of a saved tensor that make up a segment's part of it, which is read to `out`."""
+        """Yield the ranges of a saved state tensor that make up a segment; together they fill `out`.
+
+        There are several where the session has a piece that is no single run of the unsharded parameter.
+        """
         saved_name = self.saved_names[segment.parameter]
-        if name == PACKED:  # of a whole parameter
+        if name == PACKED:  # a segment has a whole parameter then
             yield Range(saved_name, name, 0, out)
             return
         done = 0
@@ -162,10 +169,11 @@ class Restorer:
     def derive_weights(self, subgroup: Subgroup) -> None:
         """Read a subgroup's saved masters as its weights, rounded to their dtype; its state stays in the checkpoint.
 
-        Weights on a GPU are read to a weight slot and copied from there, others are read where they lie.
+        Weights on a GPU are read to a weight slot and copied from there, others are read where they lie. The masters
+        in the checkpoint then count as due no longer, so no update takes them from the weights.
         """
         number = subgroup.index
-        # There is no state in memory (address 0). With nothing in flight any weight slot is free: the first is taken.
+        # There is no state in memory (address 0). With nothing in flight any weight slot is free, so use the first.
         view = View(address=0, weights_address=self._lanes.image(0))
         self._source.read(
             [
@@ -174,6 +182,6 @@ class Restorer:
                 for item in self._ranges(segment, MASTER, self._views.weight(number, segment, view))
             ]
         )
-        if view.weights_address is not None:
+        if view.weights_address is not None:  # the weights are on a GPU
             self._lanes.copy_to_device(self._tables.weight_copies(number, view.weights_address).tolist())
         self._tables.note_masters_current(number)

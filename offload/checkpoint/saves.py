@@ -76,7 +76,7 @@ NOT_MIRRORED = "offload.not_mirrored"
 
 
 class Session(Protocol):
-    """What a takeover needs of a resumed session, which may go on in an earlier session's store, not in its own."""
+    """What a takeover needs of a session: to go on in an earlier session's store in place of its own."""
 
     plan: Plan
 
@@ -86,15 +86,22 @@ class Session(Protocol):
         Args:
             number: The number of the store's path.
             store: The store's id.
-            used_bytes: The bytes at the store's start that are divided into slots already.
+            used_bytes: Bytes at the store's start that are divided into slots already: up to the end of the last slot
+                that a checkpoint names.
         """
 
     def replace_tier(self, number: int, tier: Tier) -> None:
-        """Use an opened store in place of the session's own new one on that path, which is deleted."""
+        """Use an opened store in place of the session's own new store on that path, which is deleted."""
 
 
 class _ReopenedStore(NamedTuple):
-    """A store of an ended session that this one has locked and opened for writing, with the tiles pinned in it."""
+    """A store of an ended session that this one has locked and opened for writing.
+
+    Attributes:
+        store: Its id.
+        tier: The opened store.
+        pinned: The tiles that checkpoints have in it.
+    """
 
     store: uuid.UUID
     tier: Tier
@@ -123,7 +130,10 @@ class _StoreLocks:
 
 @dataclass(slots=True)
 class PendingSave:
-    """A checkpoint that is being written.
+    """A checkpoint that is being written, then committed; afterwards the outcome of that.
+
+    `thread` and `job` are None while tiles are written, and set when the commit begins. At the end `job` is None
+    again, `error` says whether the save has failed, and `done` is set.
 
     Attributes:
         save: The request to the machine.
@@ -156,7 +166,7 @@ class PendingSave:
     records: Mapping[TileId, TileRecord] = field(default_factory=dict)
 
     def wait_for_ranks(self, seconds: float) -> None:
-        """Wait for other ranks for at most so many seconds from now; of several limits the earliest counts."""
+        """Limit the commit's wait for other ranks to `seconds` from now; of several limits the earliest counts."""
         self.ranks_until_s = min(self.ranks_until_s, time.monotonic() + seconds)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -173,7 +183,7 @@ class PendingSave:
 
     def _describe_wait(self) -> str:
         """Return what the save waits for, for the log; "" if the committing thread logs that itself."""
-        job = self.job
+        job = self.job  # read once: when the save ends, another thread sets it to None
         if job is not None and job.awaited:
             return ""
         stage = "to be committed" if self.thread is not None else "to be written"
@@ -188,10 +198,12 @@ class Saves:
         queue: The session's completion queue.
         stores: Path and store of each path number.
         tiers: The session's own, by path number; a takeover replaces some.
-        others: Tiers beyond these, by path number, which this adds to: the sink and foreign stores.
+        others: Tiers beyond these, by path number: foreign stores, and the sink of a save. This class adds and
+            removes them.
         memory: Host memory, for copy buffers.
-        views: Gather tiles that do not lie in memory as they are stored: of masters that are weights, and on a GPU.
-        settle_s: How long a session that breaks waits for a commit: it may hang with what broke the session.
+        views: Gather tiles that do not lie in host memory as they are stored: masters that are weights, and state on
+            a GPU.
+        settle_s: How long a session that breaks waits for a commit, which may hang for the same reason.
     """
 
     def __init__(
@@ -215,18 +227,19 @@ class Saves:
         self.run = uuid.uuid4().hex
         """Names the training whose checkpoints this session saves: a new one, or that of the one it has loaded."""
         self._ids_by_folder: dict[str, tuple[str, ...]] = {}
-        """Of each folder that this session has loaded from or saved to: checkpoints of its own that may be there."""
+        """Ids of this session's checkpoints that may be in each folder that it has loaded from or saved to."""
         self._loaded_id = ""
-        """Of the checkpoint that was loaded last, until its release was warned of."""
+        """Id of the checkpoint that was loaded last; "" once a warning has said that it will be released."""
         self.kept: list[KeptCheckpoint] = []
         """The checkpoints that are kept, oldest first."""
         self._read_checkpoints: list[KeptCheckpoint] = []
-        """Loaded checkpoints with stores without locks that this session has read: a commit deletes unneeded ones."""
+        """Loaded checkpoints some of whose stores have no locks. A commit deletes those stores that nobody needs."""
+        # Name of the files by which this session notes, in stores without locks, that it reads them.
         self._note_name = f"{READER_NAME}{uuid.uuid4().hex}.json"
         self._newer: list[KeptCheckpoint] = []
         """Checkpoints newer than the loaded one. Each is released when its folder is saved to again."""
         self._interrupted_numbers = set[int | None]()
-        """Of saves whose checkpoints are parts of folders that will never be whole: these are released first."""
+        """Numbers of saves to a framework's folders that will never be whole: they are released before others."""
         self.stores = [(parse_place(path).name, store) for path, store in stores]
         """Path and store by path number: the session's own, then foreign ones, which are only read."""
         self._path_count = len(stores)  # how many of `self.stores` are the session's own
@@ -244,7 +257,7 @@ class Saves:
         self.mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
         self._buffers = (0, 0)
         """Address of the first copy buffer, and bytes of each."""
-        self._last_number = 0
+        self._last_number = 0  # of the save that began last, or of a checkpoint that was taken over
         self._last_steps: tuple[int, ...] = ()
         """The steps of the last two saves."""
         self.named_records: Mapping[TileId, TileRecord] = {}
@@ -260,43 +273,50 @@ class Saves:
     def check_replaced(self, folder: Folder, commit: CommitRecord | None) -> None:
         """Refuse to replace a checkpoint of another session that may still train: rank 0 calls this before a save.
 
+        A session that has neither loaded nor saved a checkpoint goes on with the name (`run`) of the training that
+        has saved the replaced one.
+
         Args:
             folder: Where the save is to go.
-            commit: What is there.
+            commit: The folder's `COMMIT`; None if it has none.
 
         Raises:
-            CheckpointError: Its session is alive, or has saved it after this one last saved or loaded there.
+            CheckpointError: The checkpoint there is of another session that is alive, or has come there after this
+                session last saved or loaded there.
         """
+        # Nothing is there, or a checkpoint of this session's own, which may have been moved there.
         if commit is None or any(commit.id in own_ids for own_ids in self._ids_by_folder.values()):
             return
         if folder.path in self._ids_by_folder:
             who = "another session has saved, or somebody has moved there, since this one last saved or loaded there"
         else:
             try:
-                manifest = read_manifest(folder, commit.id, 0, commit.ranks)
+                manifest = read_manifest(folder, commit.id, 0, commit.ranks)  # ranks train together: 0 stands for all
             except CheckpointError:
-                return  # it is damaged
+                return  # it is damaged: nobody can load it
             pid = _find_user(manifest)
             if pid is None:
-                if not self._ids_by_folder:  # a run goes on in its folder, as from a state dict
-                    self.run = manifest.run or self.run
+                # A training that was resumed by other means, as from a state dict, goes on in its folder.
+                if not self._ids_by_folder:
+                    self.run = manifest.run or self.run  # older manifests have no `run`
                 return
             who = f"process {pid} has saved, or has gone on from, and which is still training"
-            if not pid:
+            if not pid:  # 0: the process is not known
                 who = "a process of another user or machine has saved, or gone on from, and may still train with"
         advice = "end the other run, save to another folder, or move that checkpoint away"
         raise CheckpointError(f"{folder.path} holds a checkpoint that {who}: {advice}")
 
     def begin(self, request: SaveRequest) -> None:
-        """Check and note a save that the caller asks for; on the caller's thread, with nothing pending.
+        """Check a save that the caller asks for, and note its id; on the caller's thread, with nothing pending.
 
         Raises:
             ConfigError: The checkpoint would be saved to the mirror itself.
         """
         if not request.copy:  # no mirror gets a copy
             self.mirror.check(os.fspath(request.path))
-        if request.ranks > 1:  # one rank alone is never in doubt
-            # `COMMIT` names at most `MAX_RELEASED` ids, and has to name checkpoints that it replaces, too.
+        if request.ranks > 1:  # by these ids other ranks learn which saves rank 0 has given up
+            # The newest `MAX_RELEASED // 2` ids are noted, this one included. `COMMIT` names at most `MAX_RELEASED`,
+            # and has to name checkpoints that it replaces, too.
             self._undecided_ids = [*self._undecided_ids[1 - MAX_RELEASED // 2 :], request.id]
 
     def wait_for_pending(self) -> None:
@@ -325,16 +345,17 @@ class Saves:
         try:
             whole = WholeFolder.at(folder)
             saved = self._request_of_part(whole, rank) if whole.checkpoint else None
-            if saved is not None and saved.ranks != ranks:
+            if saved is not None and saved.ranks != ranks:  # each rank copies the part that it has saved
+                # The log's sentence begins with "... is not mirrored: ", to which "that" refers.
                 raise CheckpointError(f"as many ranks go on with that as have saved it, {saved.ranks}")
             self.mirror.offer_folder(whole, saved, self.run, is_first=rank == 0, is_new=is_new)
         except (CheckpointError, OSError) as cause:
             log.warning("%s is not mirrored: %s", folder, cause)
-            if is_new:  # nobody waits for a loaded one
+            if is_new:  # else the folder was loaded, and no caller waits for its copy
                 self.mirror.note_error(CheckpointError(f"{folder} was not mirrored: {cause}"))
 
     def _request_of_part(self, whole: WholeFolder, rank: int) -> SaveRequest:
-        """Return the request of the save whose checkpoint is in a framework's folder, for this rank's part of it."""
+        """Return a request for this rank's part of the checkpoint in a framework's folder, as its save had one."""
         path = whole.source(whole.checkpoint)
         commit = read_commit(open_folder(path))
         if self.last is not None and self.last.request.id == commit.id:  # its request knows what ranks have ended
@@ -346,6 +367,7 @@ class Saves:
         """Wait up to `patience_s` for the mirror, close it, and release the checkpoints that waited for it."""
         self.mirror.close(patience_s, self._settle_s)
         for kept in self._awaiting_mirror:  # `missing`, as callers may have deleted the folders
+            # The machine is not told to free the slots, as it ends with the session.
             release(kept, note="", missing=True, is_needed=self.mirror.is_needed)
 
     def metrics(self) -> dict[str, float]:
@@ -355,10 +377,16 @@ class Saves:
     # On the engine thread
 
     def open(self, folder: Folder, request: SaveRequest, manifest: Manifest, *, needs_buffers: bool) -> PendingSave:
-        """Prepare a save, and make it `pending`.
+        """Make what a save needs (copy buffers, and for a copy a store in the folder), and make the save `pending`.
 
-        On the engine thread, where no Ctrl-C can come between making a thing and noting it. The folder is prepared;
-        the manifest has no tiles yet; with `needs_buffers` some tiles have to be gathered in copy buffers first.
+        The save's step is noted for `is_expected`. On rank 0 the log warns of what is lost (`_warn_of_losses`). This
+        is on the engine thread, where no Ctrl-C can come between making a thing and noting it.
+
+        Args:
+            folder: The checkpoint's folder; it exists and can be written.
+            request: What the caller has asked for.
+            manifest: This rank's part, without tiles.
+            needs_buffers: Whether some tiles have to be gathered in copy buffers before they are written.
 
         Raises:
             TierError: A store for the copy cannot be made in the folder.
@@ -367,7 +395,7 @@ class Saves:
         is_empty = not manifest.layout.parameters
         is_copy = request.copy and not is_empty  # without tiles no store is needed
         if is_copy or needs_buffers:
-            plan = self._views.plan  # which has come since the manifest was made, if state was added
+            plan = self._views.plan  # a newer one than the manifest's, if state was added meanwhile
             address, _ = self._memory.ensure_checkpoint_buffers(plan)
             self._buffers = address, plan.largest_tile_bytes  # until the save has ended
         self._last_number += 1
@@ -377,31 +405,37 @@ class Saves:
         if is_copy:
             sink = self._open_sink(folder, manifest)
             _, tier = sink
-            sink_number = len(self.stores)
+            sink_number = len(self.stores)  # the first path number that no store has
             self._other_tiers[sink_number] = tier
         save = Save(self._last_number, sink_number, is_empty)
         keep = sys.maxsize if self._keeps_all else self._keep
         self.pending = PendingSave(save, folder, request, manifest, sink, keep)
-        if request.rank == 0:
+        if request.rank == 0:  # which alone replaces `COMMIT`
             self._warn_of_losses(self.pending)
         return self.pending
 
     def _warn_of_losses(self, pending: PendingSave) -> None:
-        """Warn of checkpoints that end with a save, and that nobody may have meant to give up."""
+        """On rank 0: warn of checkpoints that this save will replace or release, and that the user may want to keep.
+
+        They are another session's in the same folder, and the one that this session goes on from. The save's id is
+        noted for its folder, too.
+        """
         path = pending.folder.path
-        # Others of a run that is gone on with have tiles in its stores.
+        # `_newer`: checkpoints of the run that this session goes on with, in stores that it has taken over.
         known_folders = {*self._ids_by_folder, *(kept.folder for kept in (*self.kept, *self._newer))}
         if path not in known_folders and os.path.isfile(os.path.join(path, COMMIT_NAME)):
             log.warning("%s holds a checkpoint of another session: it is replaced once this one is whole", path)
         self._ids_by_folder[path] = (*self._ids_by_folder.get(path, ()), pending.request.id)
         elsewhere = [kept for kept in self._by_release_order() if kept.folder != path]
+        # A copy holds no slots, and releases nothing elsewhere. Any other save counts as one more that is kept.
         excess = 0 if pending.request.copy else max(0, len(elsewhere) + 1 - pending.keep)
         for kept in elsewhere[:excess]:
-            # Folders in turn differ in numbers (checkpoint-500, checkpoint-1000): their oldest is known to go.
+            # No warning where folders differ in numbers alone (checkpoint-500, checkpoint-1000): that the oldest of
+            # such a series goes is what users expect.
             if kept.id == self._loaded_id and _without_numbers(kept.folder) != _without_numbers(path):
                 text = "%s, from which this session goes on, is released once %s is whole: to keep it, raise %s"
                 log.warning(text, kept.folder, path, "checkpoints_kept")
-                self._loaded_id = ""
+                self._loaded_id = ""  # so that this is said once
 
     def _open_sink(self, folder: Folder, manifest: Manifest) -> tuple[uuid.UUID, Tier]:
         """Make a new store in a checkpoint's folder, for a copy of all its tiles."""
@@ -413,7 +447,7 @@ class Saves:
         return store, open_tier(folder.path, store, self._queue, options=options)
 
     def is_expected(self, step: int) -> bool:
-        """Return whether a save is due after a step, if saves come at equal intervals: that of the last two."""
+        """Return whether a save is expected after a step: if saves come at equal intervals, that of the last two."""
         if len(self._last_steps) < 2:
             return False
         before, last = self._last_steps
@@ -428,9 +462,13 @@ class Saves:
         return address + buffer * nbytes
 
     def find_rewritten(self, held: Iterable[tuple[TileId, TileRecord]]) -> set[int]:
-        """Return the subgroups of which fp32 weights are not what checkpoints hold, given those that they hold.
+        """Return the subgroups whose fp32 weights are no longer the bytes that earlier checkpoints hold of them.
 
-        No save is under way.
+        Somebody has written to such weights past the engine. Each weight tile is gathered and its checksum compared.
+        No save is under way, so that a copy buffer is free.
+
+        Args:
+            held: The weight tiles that checkpoints hold, with their records.
 
         Raises:
             OffloadError: There is no memory for copy buffers.
@@ -445,12 +483,15 @@ class Saves:
         return rewritten
 
     def gather(self, operation: SaveTile) -> None:
-        """Copy a tile to its copy buffer, if the operation has one, as it is to be stored."""
+        """Copy the operation's tile, as it is to be stored, to its copy buffer; nothing if it has no buffer."""
         if operation.buffer is not None:
             self._views.gather_tile(operation.tile, self.buffer_address(operation.buffer))
 
     def commit(self, operation: Commit) -> None:
-        """Start to commit the pending save, on a thread of its own, which posts the outcome to the queue."""
+        """Start to commit the pending save, on a thread of its own, which posts the outcome to the queue.
+
+        Foreign stores are closed before that.
+        """
         pending = known(self.pending, "a commit of no save")
         invariant(pending.save.number == operation.number, "a commit of another save")
         self._close_foreign_stores()  # the last tiles there have been flushed for this save
@@ -465,7 +506,10 @@ class Saves:
         return error if isinstance(error, Exception) else CheckpointError(f"the commit was cut short: {error!r}")
 
     def end_pending(self, error: BaseException | None, *, broke: bool = False) -> list[int]:
-        """End the pending save: keep its checkpoint, or note its error.
+        """End the pending save: keep its checkpoint, or note its error; on the engine thread.
+
+        A save without an error may be in doubt all the same: the machine holds its slots, and its checkpoint goes to
+        `_doubtful`, but the caller gets an error.
 
         Args:
             error: Why it failed; None if it has not, as far as the machine knows.
@@ -477,7 +521,7 @@ class Saves:
         pending = self.pending
         if pending is None:
             return []
-        if error is not None and pending.thread is not None:
+        if error is not None and pending.thread is not None:  # its commit has failed, or the session broke during it
             error = self._await_commit(pending, error)
         if pending.sink is not None:
             # It stays in `_other_tiers`: a session that breaks still gets completions of writes to a closed sink.
@@ -487,7 +531,7 @@ class Saves:
             if not broke:  # else closing may hang; it is closed with the session
                 tier.close()
         save_numbers: list[int] = []
-        if error is None and pending.job is not None:
+        if error is None and pending.job is not None:  # without an error there is a job: the commit has ended
             checkpoint = pending.job.checkpoint
             checkpoint.save_number = None if pending.request.copy else pending.save.number  # a copy holds no slots
             if pending.job.committed:
@@ -495,19 +539,28 @@ class Saves:
             else:
                 error = self.commit_error()  # it is in doubt: see `_run_job`
                 self._doubtful.append(checkpoint)
+                # It may be committed after all, so the next `COMMIT` must not name it as given up.
                 self._undecided_ids = [id for id in self._undecided_ids if id != checkpoint.id]
         self.mirror.resume_mirroring()  # the commit may have paused it
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
             if pending.thread is None:  # else the commit has told the other ranks, unless it is in doubt
-                told = partial(note_failure, pending.folder, pending.request)
-                threading.Thread(target=told, name="offload-save-failed", daemon=True).start()
+                tell_ranks = partial(note_failure, pending.folder, pending.request)
+                # Not here: the engine thread does not wait for the folder, which may be slow or hang.
+                threading.Thread(target=tell_ranks, name="offload-save-failed", daemon=True).start()
         self._note_end(pending, error)
         return save_numbers
 
     def _await_commit(self, pending: PendingSave, error: BaseException) -> BaseException | None:
-        """Stop the commit of a session that has broken during it; return `error`, or None if it was committed."""
+        """Stop a commit whose save has an error, and wait up to `settle_s` for its thread.
+
+        Unless the commit has deleted its files again, a `COMMIT` may name the save's tiles: they go to
+        `named_records`.
+
+        Returns:
+            `error`; None if the checkpoint was committed all the same.
+        """
         pending.cancelled.set()
         known(pending.thread, "a commit without a thread").join(self._settle_s)
         if pending.job is None:  # the commit has written nothing
@@ -517,11 +570,15 @@ class Saves:
         return None if pending.job.committed else error
 
     def _note_committed(self, pending: PendingSave, job: CommitJob, checkpoint: KeptCheckpoint) -> list[int]:
-        """Keep a committed checkpoint, and have it mirrored; return the saves that the commit has released."""
-        self._undecided_ids.clear()
+        """Keep a committed checkpoint, unless it is a copy, and have it mirrored; note what the commit has released.
+
+        Returns:
+            Numbers of the released checkpoints' saves.
+        """
+        self._undecided_ids.clear()  # the `COMMIT` has named those that were given up
         self.last_folder = pending.folder.path
-        self._ids_by_folder[self.last_folder] = (checkpoint.id,)
-        # In the order of their saves; those of earlier sessions that hold no slots here come first.
+        self._ids_by_folder[self.last_folder] = (checkpoint.id,)  # which has replaced all that were there
+        # In the order of their saves; those without a number (of earlier sessions, with no slots held) come first.
         committed = sorted([*job.confirmed, *self.kept], key=lambda kept: kept.save_number or 0)
         self.kept = [kept for kept in committed if kept not in job.released]
         self._newer = [kept for kept in self._newer if kept not in job.released]
@@ -537,22 +594,24 @@ class Saves:
         """Make the pending save `last`, with its error if it failed; tell those who wait for it, and `on_done`."""
         self._buffers = 0, 0
         pending.error = error
+        # Only the commit needed these, and `last` would keep them in memory until the next save has ended.
         pending.job = None
         pending.records = {}
-        pending.request = replace(pending.request, extra=None)  # `last` would keep it until the next save
+        pending.request = replace(pending.request, extra=None)
         self.last, self.pending = pending, None
         pending.done.set()
         if pending.request.on_done is not None:
             threading.Thread(target=pending.request.on_done, args=(error,), name="offload-saved", daemon=True).start()
 
     def release(self, folder: str, *, after_mirror: bool = False) -> list[int]:
-        """Release the kept checkpoint in a folder, or, if none is there any more, all that were saved to this folder.
+        """Release the kept checkpoint in a folder; on the engine thread, with nothing pending.
 
-        On the engine thread, with nothing pending.
+        If none of those that this session keeps there is in the folder any more, the caller has deleted them. Then
+        the slots of all of them are freed.
 
         Args:
             folder: The folder of the checkpoint.
-            after_mirror: Do not release a checkpoint yet that is being mirrored: a save after that releases it.
+            after_mirror: Do not release a checkpoint that is being mirrored: a save after its copy is complete will.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -572,7 +631,11 @@ class Saves:
         return save_numbers
 
     def _must_wait_for_mirror(self, kept: KeptCheckpoint) -> bool:
-        """Return whether a checkpoint is being mirrored, here or possibly on rank 0, which may have more to copy."""
+        """Return whether a checkpoint is being mirrored: by this rank, or possibly by rank 0.
+
+        Rank 0 may still copy its part when this rank is done. Until it has released the checkpoint, nobody else can
+        tell.
+        """
         if self.mirror.has_taken(kept.id):
             return True
         is_held_by_rank_0 = kept.rank > 0 and standing(kept.pin, store="") is Standing.HELD
@@ -588,10 +651,18 @@ class Saves:
         missing: bool = False,
         after_mirror: bool = False,
     ) -> bool:
-        """Release a checkpoint of a list, unless it is in use; see `commit.release`. Return whether it is released.
+        """Release a checkpoint of a list, unless it is in use; see `commit.release`.
 
-        Then it is removed from the list, and the number of its save, if it has one, is added to `save_numbers`. With
-        `after_mirror` a checkpoint that has to wait for the mirror counts as released: a later save releases it.
+        Args:
+            checkpoints: The list; a released checkpoint is removed from it.
+            kept: The checkpoint.
+            save_numbers: The number of a released checkpoint's save, if it has one, is added to these.
+            note: The reason.
+            missing: Release it even if it is not in its folder.
+            after_mirror: Count a checkpoint that has to wait for the mirror as released: a later save releases it.
+
+        Returns:
+            Whether it is released.
         """
         if after_mirror and self._must_wait_for_mirror(kept):
             checkpoints.remove(kept)
@@ -606,10 +677,10 @@ class Saves:
 
     @contextlib.contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """Keep all checkpoints while this context lasts: saves that begin in it release no older ones.
+        """Keep all checkpoints while this context lasts, in which a framework writes its folder.
 
-        If an exception ends the context, the framework's folder will never be whole. Checkpoints that were made in
-        the context are parts of it, and are released before others.
+        Saves that begin in the context release no older checkpoints. If an exception ends it, the folder will never
+        be whole. Checkpoints that were made in the context are parts of the folder, and are released before others.
         """
         first_number = self._last_number + 1
         was_keeping_all = self._keeps_all
@@ -630,7 +701,7 @@ class Saves:
     def release_interrupted(self) -> list[int]:
         """Release checkpoints of folders whose save was interrupted, until no more are kept than the user wants.
 
-        On the engine thread, with nothing pending: the next save has no room otherwise.
+        On the engine thread, with nothing pending: before the next save, which may have no room otherwise.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -641,33 +712,44 @@ class Saves:
                 is_too_many = len(self.kept) + len(self._newer) > self._keep
                 if is_too_many and kept.save_number in self._interrupted_numbers:
                     self._release_from(checkpoints, kept, save_numbers, "the save of its folder was interrupted")
+        # Only numbers of checkpoints that are still kept say that there is something to release (`has_interrupted`).
         self._interrupted_numbers &= {kept.save_number for kept in (*self.kept, *self._newer)}
         return save_numbers
 
     def _by_release_order(self) -> list[KeptCheckpoint]:
-        """Return the kept checkpoints in the order in which they are released: those of interrupted saves first."""
+        """Return the kept checkpoints in the order in which they are released.
+
+        Those of interrupted saves come first (the key is False), then the others, both oldest first.
+        """
         return sorted(self.kept, key=lambda kept: kept.save_number not in self._interrupted_numbers)
 
     def release_older(self, before: PendingSave | None) -> list[int]:
         """Release older checkpoints that a save under `keeping_all` has kept, except those in use or missing.
 
-        Nothing is released unless the last save is newer than `before`, the last one before that context, has
-        succeeded, and is not a `copy`. Return the numbers of the saves whose slots the machine is to release.
+        Nothing is released unless there was such a save, it has succeeded, and it is no `copy`.
+
+        Args:
+            before: The last save before that context; None if there was none.
+
+        Returns:
+            Numbers of the saves whose slots the machine is to release.
         """
         save_numbers = list[int]()
         if self.last is None or self.last is before or self.last.request.copy or self.last.error is not None:
             return save_numbers
         excess = max(0, len(self.kept) - self._keep)
         for kept in self._by_release_order()[:excess]:
-            is_missing = standing(kept.pin, store="") is Standing.MISSING  # it may have been moved, and is kept
+            # A missing one may have been moved: `release` keeps it, and says so in the log.
+            is_missing = standing(kept.pin, store="") is Standing.MISSING
             self._release_from(self.kept, kept, save_numbers, after_mirror=not is_missing)
         return save_numbers
 
     def release_deleted(self) -> list[int]:
-        """Free the slots of kept checkpoints that somebody else has released, as `release_before_deletion` does.
+        """Free the slots of checkpoints that have been released already, or that only waited for the mirror.
 
-        Also of those that were to be released once they are mirrored, if they are. On the engine thread, with nothing
-        pending. A checkpoint that is being read is kept for now.
+        The first are those that somebody else has released, as `release_before_deletion` does. The second are freed
+        once they have been mirrored. A checkpoint that is being read is kept for now. On the engine thread, with
+        nothing pending.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -677,7 +759,8 @@ class Saves:
             awaits_mirror = checkpoints is self._awaiting_mirror
             for kept in [*checkpoints]:
                 verdict = standing(kept.pin, store="")
-                # One that awaits the mirror: rank 0 tries each time, the others follow once it has gone.
+                # One that awaits the mirror: rank 0 tries to release it each time. The others wait until it has gone
+                # from its folder.
                 is_due = awaits_mirror and (kept.rank == 0 or verdict is Standing.MISSING)
                 if is_due or verdict is Standing.RELEASED:
                     self._release_from(checkpoints, kept, save_numbers, missing=awaits_mirror)
@@ -696,12 +779,15 @@ class Saves:
             self._commit_error = cause
             # A checkpoint that others may still commit is kept like one that was committed.
             code = 0 if job is not None and job.is_doubtful else -1
-            if code:
+            if code:  # else it is in doubt: other ranks must not give up what they may commit
                 note_failure(pending.folder, pending.request)
         self._queue.post(commit.op, code)
 
     def _make_job(self, pending: PendingSave, records: Mapping[TileId, TileRecord]) -> CommitJob:
-        """Return the job that commits a save whose tiles lie where `records` say; calls the caller's `extra`."""
+        """Return the job that commits a save whose tiles lie where `records` say.
+
+        The caller's `extra` is called here, if it is a function: all state is durable.
+        """
         request = pending.request
         extra = request.extra() if callable(request.extra) else request.extra
         older = [*self._by_release_order(), *(kept for kept in self._newer if kept.folder == pending.folder.path)]
@@ -718,7 +804,7 @@ class Saves:
             check_stores=partial(self._check_stores, pending),
             cancelled=pending.cancelled,
             paths=[] if request.copy else own_paths,
-            ranks_until_s=lambda: pending.ranks_until_s,
+            ranks_until_s=lambda: pending.ranks_until_s,  # read anew each time: `wait_for_ranks` changes it
             pause_mirroring=self.mirror.pause_mirroring,
             note_mirrored=self.mirror.note_mirrored,
             is_needed=self.mirror.is_needed,
@@ -735,7 +821,7 @@ class Saves:
             CheckpointError: One does not: the checkpoint could not be loaded.
         """
         numbers = {record.location.path for record in pending.records.values()}
-        tiers = self._tiers if pending.sink is None else ()
+        tiers = self._tiers if pending.sink is None else ()  # a copy's tiles are in the checkpoint's own folder
         for number, tier in enumerate(tiers):
             if number in numbers:
                 try:
@@ -747,7 +833,10 @@ class Saves:
     def _manifest_with_tiles(
         self, pending: PendingSave, records: Mapping[TileId, TileRecord], extra: bytes | None
     ) -> Manifest:
-        """Return the manifest of a pending save with what is known only now: its tiles, their stores, any `extra`."""
+        """Return the manifest of a pending save, completed by its tiles, their stores, and the reference to `extra`.
+
+        A tile names its store by a number in the manifest: the session's path numbers are counted anew, without gaps.
+        """
         request = pending.request
         path_numbers = sorted({record.location.path for record in records.values()})
         stores = []
@@ -770,10 +859,12 @@ class Saves:
     # Resuming, with nothing pending
 
     def keep_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
-        """Keep the checkpoint that was loaded like this session's own ones, if its session has ended.
+        """Keep a checkpoint whose state was copied into this session like one of its own, if its session has ended.
 
-        A later save then releases it as an older one, and deletes its stores that have no other pin. Not kept is a
-        checkpoint of a live session, one that another session has resumed from, or one of another number of ranks.
+        A later save then releases it as an older one, and deletes those of its stores that have no other pin. Not
+        kept are a checkpoint of a live session, one that another session has resumed from, one of another number of
+        ranks, and a self-contained copy. In any case its folder, id and training are noted, and it is queued to be
+        mirrored.
         """
         self._note_loaded(checkpoint)
         self._mirror_loaded(checkpoint, rank, ranks)
@@ -789,20 +880,26 @@ class Saves:
             )
 
     def _note_loaded(self, checkpoint: Checkpoint) -> None:
+        """Note folder and id of a loaded checkpoint, and its training, which this session goes on with."""
         self.last_folder = checkpoint.path
         self._ids_by_folder[checkpoint.path] = (checkpoint.id,)
         self._loaded_id = checkpoint.id
+        # Rank 0's name of the training, so that all ranks go on with the same one. Older manifests have none ("").
         self.run = checkpoint.manifests[0].run or self.run
 
     def _mirror_loaded(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
-        """Mirror the loaded checkpoint, if that was not done: the session that saved it may have been killed."""
+        """Queue the loaded checkpoint to be mirrored, in case the session that saved it was killed before that.
+
+        A checkpoint in a framework's whole folder is mirrored with the folder. The mirror skips what it has already.
+        """
         marked_folder, mark = marked_around(checkpoint.path)
         if mark is Mark.WHOLE:
             self.mirror_folder(marked_folder, rank, ranks, is_new=False)
             return
         if NOT_MIRRORED in checkpoint.metadata:
             return
-        # Else the checkpoint is a copy, and no mirror gets one.
+        # A checkpoint without stores elsewhere is a self-contained copy, and no mirror gets one. Each rank copies its
+        # own part, so there must be as many ranks as have saved.
         has_stores = any(manifest.stores_elsewhere for manifest in checkpoint.manifests)
         if len(checkpoint.manifests) == ranks and has_stores:
             saved = SaveRequest(checkpoint.path, id=checkpoint.id, rank=rank, ranks=ranks)
@@ -815,12 +912,18 @@ class Saves:
         session: Session | None = None,
         empty: Collection[int] = (),
     ) -> _StoreLocks | None:
-        """Lock all stores of a checkpoint, and update their pins.
+        """Lock all stores of a checkpoint, or none of them, and update their pins.
 
-        Return None if a store cannot be locked, or none may be, as the checkpoint is a copy of one elsewhere.
+        Args:
+            stores: The stores.
+            checkpoint: The checkpoint, open.
+            session: Opens stores that this session can reuse for writing, which locks them, too; None to open none.
+            empty: Numbers of the session's paths on which it can reuse a store: it has written nothing there yet, so
+                it can give its own store up.
 
-        With a session, stores that it can reuse are opened for writing, which locks them, too. It can on paths whose
-        numbers are in `empty`: there it has written nothing yet, and gives its own store up.
+        Returns:
+            The stores with their locks. None if a store cannot be locked, or none may be, as the checkpoint is a copy
+            of one elsewhere.
         """
         if self._is_only_read(stores, checkpoint):
             return None
@@ -849,7 +952,11 @@ class Saves:
         return locked
 
     def _is_only_read(self, stores: Sequence[Place], checkpoint: Checkpoint) -> bool:
-        """Return whether stores must not be locked, as the original of this copy needs them; the log says why."""
+        """Return whether a checkpoint's stores must only be read, and not be locked; the log says why.
+
+        That is so if the checkpoint is a copy of one that is elsewhere, too, which needs the stores; or if their pins
+        cannot be read.
+        """
         try:
             is_copy = any(is_elsewhere(checkpoint.id, checkpoint.path, path, store) for path, store in stores)
         except CheckpointError as error:
@@ -862,7 +969,11 @@ class Saves:
     def _reopen_store(
         self, number: int, path: str, store: uuid.UUID, checkpoint: Checkpoint, session: Session
     ) -> _ReopenedStore | None:
-        """Open a store for writing, and return it with its pinned tiles; None if it may only be read."""
+        """Open a store for writing, and return it with its pinned tiles; None if it may only be read.
+
+        It may be written to only if it is certain which of its slots are free (`pinned_in`), before the store is
+        locked and, as pins may change until then, once more after that.
+        """
         layout = session.plan.layout
         pinned = pinned_in(path, store, number, checkpoint, layout)
         if pinned is None:
@@ -880,13 +991,16 @@ class Saves:
     def take_over(
         self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, session: Session, rank: int, ranks: int
     ) -> Takeover:
-        """Replace this session's stores by those of a checkpoint, and return what of it was taken over.
+        """Use a checkpoint's tiles where they lie: open their stores, and return what this session's index needs.
 
-        On the engine thread, with nothing in flight. Of the stores that the checkpoint's tiles lie in
+        On the engine thread, with nothing in flight. Stores that the checkpoint's tiles lie in are of three kinds:
 
             this session's own      stay: the session has saved the checkpoint itself
             those it can reopen     are written to from now on, each in place of its own on the path
             all others              are foreign: they get new path numbers, and are only read
+
+        The checkpoint is queued to be mirrored. If its stores could be locked it is kept, with others that have tiles
+        in reopened stores, until later saves release them.
 
         Args:
             checkpoint: The checkpoint, open.
@@ -902,10 +1016,11 @@ class Saves:
         """
         takeover = Takeover()
         own_numbers = {place: number for number, place in enumerate(self.stores[: self._path_count])}
-        places = dict.fromkeys(manifest.stores_elsewhere)
+        places = dict.fromkeys(manifest.stores_elsewhere)  # each once, in order
+        # The path number of each store: first of the session's own, then of reopened and of foreign ones.
         numbers = {place: own_numbers[place] for place in places if place in own_numbers}
         not_own = [place for place in places if place not in own_numbers]
-        locked = None
+        locked = None  # of another rank's manifest: its stores are only read, as that rank may write to them
         if manifest.rank == rank:
             locked = self._lock_for_takeover(not_own, checkpoint, index, session, takeover)
         all_reopened = {} if locked is None else locked.reopened
@@ -913,8 +1028,9 @@ class Saves:
             path, _ = self.stores[number]
             numbers[path, reopened.store] = number
         foreign_places = [place for place in not_own if place not in numbers]
-        foreign_tiers = self._open_foreign_stores(foreign_places, locked)
+        foreign_tiers = self._open_foreign_stores(foreign_places, locked)  # may raise: the session is as it was
         self._note_loaded(checkpoint)
+        # The keys of `foreign_tiers` are the path numbers that the places get here, in the same order.
         numbers.update(zip(foreign_places, foreign_tiers, strict=True))
         self.stores += foreign_places
         without_locks = tuple((path, store) for path, store in foreign_places if not parse_place(path).has_locks)
@@ -929,7 +1045,8 @@ class Saves:
             self.stores[number] = path, reopened.store
         takeover.records = records_in(manifest, numbers)
         self._mirror_loaded(checkpoint, rank, ranks)
-        if locked is not None and not_own:  # else others need the stores, or it is one of this session's own
+        # Not if others need the stores (None), nor if this session has saved the checkpoint, and so keeps it already.
+        if locked is not None and not_own:
             self._keep_after_takeover(checkpoint, manifest, locked, takeover)
         return takeover
 
@@ -938,8 +1055,9 @@ class Saves:
     ) -> _StoreLocks | None:
         """Lock a checkpoint's stores, and open those for writing that the session can reuse; see `_lock_stores`.
 
-        How far each opened store may grow is noted in `takeover`. If the plan would not have room in them, which a
-        copy of the index tells, no store is opened for writing.
+        The size to which each opened store may grow is noted in `takeover.limit_bytes`. The opened stores must have
+        room for all slots of the plan. A copy of the index, in which they replace the session's own, tells whether
+        they have; if not, no store is opened for writing.
         """
         empty = [number for number in range(self._path_count) if index.is_empty(number)]
         locked = self._lock_stores(stores, checkpoint, session, empty)
@@ -947,8 +1065,10 @@ class Saves:
             return locked
         trial = deepcopy(index)
         for number, (_, tier, pinned) in locked.reopened.items():
+            # It may grow by as much as the session's own store might, if the path has room for that.
             limit_bytes = used_bytes(pinned) + min(index.limit_bytes(number), tier.free_bytes())
             takeover.limit_bytes[number] = limit_bytes
+            # How many checkpoints hold each slot.
             counts = Counter(record.location for tiles in pinned for record in tiles.records.values())
             trial.replace_store(number, limit_bytes, counts)
         if trial.has_planned_room():
@@ -958,7 +1078,10 @@ class Saves:
         return self._lock_stores(stores, checkpoint)
 
     def _open_foreign_stores(self, places: Sequence[Place], locked: _StoreLocks | None) -> dict[int, Tier]:
-        """Open stores that are only read; return them by their new path numbers. On failure release any `locked`."""
+        """Open stores for reading only, and return them by their new path numbers, which follow those in use.
+
+        If one cannot be opened, the others are closed, and the stores in `locked` released.
+        """
         foreign_tiers: dict[int, Tier] = {}
         try:
             for number, (path, store) in enumerate(places, len(self.stores)):
@@ -974,22 +1097,23 @@ class Saves:
     def _keep_after_takeover(
         self, checkpoint: Checkpoint, manifest: Manifest, locked: _StoreLocks, takeover: Takeover
     ) -> None:
-        """Keep the loaded checkpoint, and others that have tiles in stores that were taken over.
+        """Keep the loaded checkpoint, and others that have tiles in the stores that were opened for writing.
 
-        Each gets the number of a save, under which `takeover` has its tiles. Later saves release the kept ones; one
-        that has tiles in further stores is not kept.
+        Each of these gets the number of a save, under which `takeover.pinned_records` has its tiles, so that their
+        slots are held. Later saves release the checkpoints that are kept. One that has tiles in further stores, too,
+        is not kept: its slots stay held.
         """
         all_pinned = [tiles for _, _, pinned in locked.reopened.values() for tiles in pinned]
         pinned_by_id: dict[str, list[PinnedTiles]] = {}
         for tiles in sorted(all_pinned, key=lambda tiles: tiles.step):
             pinned_by_id.setdefault(tiles.id, []).append(tiles)
         own_stores = {*self.stores[: self._path_count]}
-        loaded_number = None  # stays so if no store was opened for writing
+        loaded_number = None  # of the loaded checkpoint; None if no store was opened for writing
         for id, pinned in pinned_by_id.items():
             self._last_number += 1
             records = dict(item for tiles in pinned for item in tiles.records.items())
             takeover.pinned_records[self._last_number] = records
-            first = pinned[0]
+            first = pinned[0]  # the others are the same rank's tiles in other stores, by the same manifest
             stores = first.manifest.stores_elsewhere
             if id == checkpoint.id:  # it is kept last, below
                 loaded_number = self._last_number
@@ -1003,7 +1127,10 @@ class Saves:
         self.kept.append(loaded)
 
     def _close_foreign_stores(self) -> None:
-        """Close the foreign stores, whose tiles lie in our own by now. A sink, with a higher number, stays."""
+        """Close the foreign stores: their tiles lie in this session's own stores by now.
+
+        `_other_tiers` has the sink of a save, too. Its number is not below `len(self.stores)`, and it stays open.
+        """
         for number in [number for number in self._other_tiers if number < len(self.stores)]:
             self._other_tiers.pop(number).close()
 
@@ -1026,14 +1153,15 @@ def check_mirror(config: OffloadConfig) -> None:
 
 
 def _find_user(manifest: Manifest) -> int | None:
-    """Return the pid of another process that uses the stores that a manifest names; None if none does.
+    """Return the pid of another process that uses a store that a manifest names; None if none does.
 
-    0 if the process is not known: it is another machine's, or, as nobody can tell, another user's.
+    0 if some process uses it, or may use it, and which one is not known: it is another machine's, or another user's.
+    Uses by other sessions of this process do not count.
     """
     for path, store in manifest.stores_elsewhere:
         try:
             pid = store_folder(path, store).used_by()
-        except PermissionError:
+        except PermissionError:  # the store is another user's, who may use it
             return 0
         except (CheckpointError, OSError):  # the store is gone
             continue
@@ -1043,6 +1171,7 @@ def _find_user(manifest: Manifest) -> int | None:
 
 
 def _without_numbers(folder: str) -> str:
+    """Return a folder's path without digits, by which folders of a series are alike (checkpoint-500, -1000)."""
     return re.sub(r"\d+", "", folder)
 
 

@@ -3,27 +3,29 @@
 Each store lists the checkpoints that refer to it, in `pins.json`: a pin is the id and the folder of a checkpoint. The
 pin is durable before the checkpoint is committed.
 
-Before anything is freed (after a commit, by `offload gc`, in a resume that takes a store over, or when a session uses
-slots again), `standing` is asked about each pin, or `judge` about a store with its pins. The rule: **a pin ends only
-with a release that names its id**: a `RELEASED`, or a `COMMIT` that names it among those it has replaced; then the
-pin itself is removed. A session writes these files for a checkpoint that it finds in its folder. Anything else there,
-or an empty folder, is no evidence: the name may mean another folder by now (another mount, a link, a rename). A pin
-that cannot be decided is kept, and reported as missing: a person may delete its store. Before a checkpoint is deleted
-with its folder, a `RELEASED` has to be written in one of the two folders above it, where it counts, too.
+Before anything is freed, `standing` is asked about each pin, or `judge` about a store with its pins: after a commit,
+by `offload gc`, in a resume that takes a store over, and when a session uses slots again. The rule: **a pin ends only
+with a release that names its id**. That is a `RELEASED`, or a `COMMIT` that names the id among those it has replaced;
+then the pin itself is removed. A session writes these files for a checkpoint that it finds in its folder. Any other
+content of the folder, or an empty folder, is no evidence: the name may mean another folder by now (another mount, a
+link, a rename). A pin that cannot be decided is kept, and reported as missing: a person may delete its store.
+Before a checkpoint is deleted with its folder, a `RELEASED` has to be written in one of the two folders above it,
+where it counts, too.
 
-A pin has the inode and the path of its store's directory. In a copy one of them is another (on another file system
-the inode may be the same). There a release in the pin's folder is no evidence: it was the original's, and the copy of
-the checkpoint may still be needed. A store that was moved looks like a copy. Such a pin is missing, until a session
-that takes the store over writes its own folder, the inode and the path into it.
+Copies of stores. A pin has the inode and the path of its store's directory. In a copy of the store at least one of
+the two differs (on another file system the inode may be the same). There a release in the pin's folder is no
+evidence: it was the original's, and the copy of the checkpoint may still be needed. A store that was moved looks like
+a copy. Such a pin counts as missing, until a session that takes the store over writes the checkpoint's present
+folder, and the store's inode and path, into it.
 
-A pin has the inode of its checkpoint's folder, too. Another inode under the same name tells a copy on another volume,
-as containers have: it is treated as a copy under another name. Not in a store that was copied or moved itself, as the
-folder may have gone with it.
+Copies of folders. A pin has the inode of its checkpoint's folder, too. Another inode under the same name tells a copy
+on another volume, as containers have: it is treated as a copy under another name. Not so in a store that was copied
+or moved itself, as the folder may have gone with it.
 
-The pin of a save by one rank that was killed before its `COMMIT` ends, too. Such a save writes a file (`begun_name`)
-to its folder before it pins a store; `COMMIT` replaces this file in one rename, so no checkpoint has both. The
-session that was to write `COMMIT` had the store's lock. The file's name has the folder's inode, so that the file
-means nothing in a copy of the folder that was made during the save.
+Killed saves. The pin of a save by one rank that was killed before its `COMMIT` ends, too. Such a save writes a file
+(`begun_name`) to its folder before it pins a store. `COMMIT` replaces this file in one rename, so no checkpoint has
+both. While the save goes on its session has the store's lock, so nothing is freed then. The file's name has the
+folder's inode, so that the file means nothing in a copy of the folder that was made during the save.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ HERE = ".."
 """A pin's folder if the store lies in the checkpoint itself, wherever that is moved."""
 
 _COLUMNS = ("inodes", "store_paths", "folder_inodes")
-"""What `pins.json` has of pins beside id and folder, each by id; files of older versions lack some."""
+"""Keys of `pins.json` for the fields of `Pin` after id and folder, in their order: each has texts by id.
+
+Files of older versions lack some of them.
+"""
 
 _LASTING_INODES = frozenset(
     {"ext", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "nfs", "ceph", "lustre", "gpfs", "beegfs"}
@@ -65,10 +70,14 @@ _LASTING_INODES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One checkpoint that refers to a store: its id, and the folder that it was written to, or `HERE`.
+    """One checkpoint that refers to a store.
 
-    `inode` is what `Folder.identity` said of the store when the pin was written, `store_path` was its path, and
-    `folder_inode` is what `lasting_inode` said of the folder; "" if that is unknown.
+    Attributes:
+        id: The checkpoint's id.
+        folder: The folder that the checkpoint was written to, or `HERE`.
+        inode: The store's `Folder.identity` when the pin was written; "" if that is unknown.
+        store_path: The store's path then; "" if that is unknown.
+        folder_inode: The folder's `lasting_inode` then; "" if that is unknown.
     """
 
     id: str
@@ -78,26 +87,35 @@ class Pin:
     folder_inode: str = ""
 
     def written_in(self, store: Folder) -> Pin:
-        """Return the pin as it is to be written in a store."""
+        """Return the pin as it is to be written in a store: with the store's inode and path, unless it is `HERE`."""
         is_here = self.folder == HERE
         return self if is_here else replace(self, inode=store.identity(), store_path=store.path)
 
     def is_of(self, store: Folder) -> bool:
-        """Return whether the pin was written in this store where it lies now, as far as the pin says."""
+        """Return whether the pin was written in this very store, which is no copy and has not been moved since.
+
+        What the pin does not say counts as fitting.
+        """
         return self.store_path in ("", store.path) and self.inode in ("", store.identity())
 
     def names(self, folder: str, store: Folder) -> bool:
-        """Return whether the pin, of this store, names this folder itself, and not one that this is a copy of."""
+        """Return whether the pin, read in `store`, names the checkpoint's folder `folder` itself.
+
+        It does not if the folder is a copy of the one that the pin names, under another name or on another volume.
+        """
         if not is_same(self.folder, folder):
             return False
-        if not self.folder_inode or not self.is_of(store):  # of an older version; or the folder was copied, too
+        # The folder's inode tells nothing if an older version did not note it, or if the store was copied or moved,
+        # as the folder may have gone with it.
+        if not self.folder_inode or not self.is_of(store):
             return True
         return lasting_inode(open_folder(folder)) in ("", self.folder_inode)
 
 
 def lasting_inode(folder: Folder) -> str:
-    """Return what `Folder.identity` does for a checkpoint's folder; "" if it may be another at the next mount."""
+    """Return the `Folder.identity` of a checkpoint's folder; "" if it may change with the next mount."""
     with contextlib.suppress(OSError):
+        # A folder without locks is a bucket's: it lies on no file system, and its identity is "" anyway.
         is_lasting = not folder.has_locks or file_system(folder.path) in _LASTING_INODES
         return folder.identity() if is_lasting else ""
     return ""
@@ -151,7 +169,7 @@ def write_pins(folder: Folder, pins: Sequence[Pin]) -> None:
 
 
 def pin(folder: Folder, added: Pin) -> None:
-    """Add a pin to a store."""
+    """Add a pin to a store, in place of one for the same checkpoint in the same folder."""
     pins = read_pins(folder)
     added = added.written_in(folder)
     if added not in pins:
@@ -170,13 +188,20 @@ def unpin(folder: Folder, id: str) -> None:
 
 
 def begun_name(folder: Folder, id: str) -> str:
-    """Return the name of the file that says that a save by one rank is not committed; "" where none is written."""
+    """Return the name of the file that says that a save by one rank is not committed yet.
+
+    It has the folder's inode, so that it says nothing in a copy of the folder. "" in a bucket, where no such file is
+    written. The file is a temporary one: `COMMIT` is written under this name, and then renamed.
+    """
     identity = folder.identity()
     return f"{TEMPORARY}{id}-{identity}" if identity else ""
 
 
 def standing(pin: Pin, store: str) -> Standing:
-    """Return the standing of a pin's checkpoint. A checkpoint that cannot be read counts as held: it may be repaired.
+    """Return the standing of a pin's checkpoint.
+
+    It is held if its folder's `COMMIT` has its id; released if a `COMMIT` or `RELEASED` names the id, or its save was
+    killed; else missing. A checkpoint that cannot be read counts as held: it may be repaired.
 
     Args:
         pin: A pin of the store. While its checkpoint is being committed it may count as released, which frees
@@ -188,7 +213,7 @@ def standing(pin: Pin, store: str) -> Standing:
     folder = store.rpartition("/")[0] if pin.folder == HERE else pin.folder
     try:
         opened = open_folder(folder)
-        opened.hasten()
+        opened.hasten()  # the caller waits; a bucket that does not answer soon counts as unreadable
         content = opened.read(COMMIT_NAME)
         if content is not None:
             commit = unseal_commit(content, folder)
@@ -202,7 +227,7 @@ def standing(pin: Pin, store: str) -> Standing:
     except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
         return Standing.HELD
     is_released = is_begun or pin.id in released_ids or _is_named_above(opened.path, pin.id)
-    is_here = not store or pin.is_of(open_folder(store))
+    is_here = not store or pin.is_of(open_folder(store))  # in a copied store a release is no evidence
     return Standing.RELEASED if is_released and is_here else Standing.MISSING
 
 
@@ -227,8 +252,8 @@ def _is_named_above(folder: str, id: str) -> bool:
 def released_before(folder: Folder) -> tuple[str, ...]:
     """Return the ids of the checkpoints that a folder has held before a commit to it, newest first.
 
-    The first is the one that the commit replaces. It is left out if it is a copy of a checkpoint that is elsewhere:
-    otherwise, replacing the copy would release the original, which has the same id.
+    The first is that of the checkpoint that the commit replaces, if there is one. It is left out if that checkpoint
+    is a copy of one elsewhere: otherwise, replacing the copy would release the original, which has the same id.
 
     Raises:
         CheckpointError: The folder's `COMMIT` is not ours to replace.
@@ -263,10 +288,11 @@ def _is_copy(folder: Folder) -> bool:
 
 
 def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
-    """Return whether a store is pinned for the same checkpoint in another folder than `folder`, and it is there.
+    """Return whether the checkpoint `id` in `folder` is a copy of one that is in another folder, too.
 
-    Then `folder` is a copy of that folder, and both need the store. If the other one has the same name, on another
-    volume, nobody can look there: it counts as being there.
+    The pins of the store on `path` tell: one is for the same checkpoint in another folder, and the checkpoint is
+    there. Both folders need the store then. If the other folder has the same name, on another volume, nobody can look
+    there: the checkpoint counts as being there.
 
     Raises:
         CheckpointError: The pins cannot be read.
@@ -277,17 +303,20 @@ def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
 
 
 def is_pinned_in(folder: str, id: str, path: str, store: uuid.UUID) -> bool:
-    """Return whether a store has the pin of a checkpoint in that folder, and is the one that it was written in."""
+    """Return whether a store has a pin of the checkpoint `id` in `folder`, and is no copy of the pinned store."""
     with contextlib.suppress(CheckpointError):
         opened = store_folder(path, store)
-        for found in read_pins(opened):
-            if found.id == id and found.folder != HERE and found.names(folder, opened):
-                return found.is_of(opened)
+        for pin in read_pins(opened):
+            # `HERE` is no path that `names` could compare; such a pin is that of a copy with its store inside.
+            if pin.id == id and pin.folder != HERE and pin.names(folder, opened):
+                return pin.is_of(opened)
     return False
 
 
 def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
-    """Write a moved checkpoint's folder, the store's inode and path into its pin; the caller has the store's lock.
+    """Correct a checkpoint's pin in a store, if the checkpoint's folder or the store has moved.
+
+    The pin gets the present folder, and the store's present inode and path. The caller has the store's lock.
 
     Raises:
         CheckpointError: The pins cannot be read or written.
@@ -297,9 +326,9 @@ def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
     moved = Pin(id, folder, folder_inode=lasting_inode(open_folder(folder))).written_in(opened)
 
     def note(pin: Pin) -> Pin:
-        """Return the pin as it has to be."""
-        is_noted = pin.id != id or (pin.names(folder, opened) and pin.is_of(opened))
-        return pin if is_noted else moved
+        """Return a pin as it has to be: `moved` if it is this checkpoint's and says something else."""
+        is_right = pin.id != id or (pin.names(folder, opened) and pin.is_of(opened))
+        return pin if is_right else moved
 
     new_pins = [note(pin) for pin in pins]
     if new_pins != pins:
@@ -307,10 +336,10 @@ def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
 
 
 def unpin_released(path: str, store: uuid.UUID) -> None:
-    """Delete the pins of released checkpoints from a store, whose lock the caller has.
+    """Delete the pins of released checkpoints from a store; the caller has its lock, if it has one.
 
-    Call this as soon as a store is locked: without the `RELEASED` that names a checkpoint, which may be deleted at
-    any time, nobody can tell any more that the checkpoint was released.
+    Call this as soon as a store is locked. That a checkpoint was released is told by a `RELEASED` or `COMMIT` in a
+    folder, which may be deleted at any time.
 
     Raises:
         CheckpointError: The pins cannot be read or written.
@@ -330,7 +359,7 @@ def is_same(left: str, right: str) -> bool:
 
 
 def is_read(store: Folder, *, own: int = 0) -> bool:
-    """Return whether a store is known to have more readers than its owner and the caller's own, `own` of them."""
+    """Return whether a store is known to have readers beside its owner and `own` readers of this process."""
     with contextlib.suppress(OSError):
         return store.is_read(own=own)
     return False
@@ -349,7 +378,8 @@ class Leftover:
         used_by: Pid of the process that has the store's lock; None if none has.
         being_read: Whether some process reads the store.
         pins: Pins of checkpoints that are in their folders.
-        missing: Pins of checkpoints that may be deleted, never committed, moved, hidden by a mount, or copied.
+        missing: Pins whose checkpoints are not in their folders, and were not released as far as anybody can tell:
+            deleted, never committed, moved, hidden by a mount, or copied.
         problem: Why the store cannot be judged; "" if it can.
         opened_by: In an object store, the session that has opened the store and may still use it; "" if that is known
             to have ended, and where stores have locks.
@@ -403,30 +433,35 @@ def find_stores(path: str) -> list[Leftover]:
 
 
 def leftover_bytes(most_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Return, by the ids of checkpoints, the bytes of the ended sessions' stores that have a pin of them.
+    """Return how many bytes ended sessions' stores take, for each checkpoint that has pins in them.
 
-    Stores without locks are left out: nothing tells there that a session has ended.
+    A session that resumes from the checkpoint can go on in these stores, so their bytes count as room for it. Stores
+    without locks are left out: nothing tells there that a session has ended.
 
     Args:
-        most_bytes: The paths, each with how many bytes of a checkpoint count there.
+        most_bytes: For each path, the most bytes of one store there that are counted.
+
+    Returns:
+        Bytes by the checkpoint's id.
     """
     nbytes_by_id = Counter[str]()
     for path, most in most_bytes.items():
         place = parse_place(path)
         stores: Sequence[Folder] = ()
-        with contextlib.suppress(OSError):  # opening a store there raises why
-            # Those of several ranks lie in folders of their own.
+        with contextlib.suppress(OSError):  # the path cannot be read: users are told when a store is opened there
+            # Without those in `rank-<r>`: they are of sessions of several ranks.
             stores = place.stores(ranks=False) if place.has_locks else ()
         for store in stores:
             with contextlib.suppress(OSError, CheckpointError):  # it is another user's, or has damaged pins
-                if store.used_by() is None:
+                if store.used_by() is None:  # its session has ended
                     nbytes = min(store.nbytes(), most)
+                    # A `Counter` adds: the store's bytes go to every checkpoint that has a pin in it.
                     nbytes_by_id.update(dict.fromkeys({pin.id for pin in read_pins(store)}, nbytes))
     return nbytes_by_id
 
 
 def judge(store: Folder, *, locked: bool = False) -> Leftover:
-    """Return who uses and reads a store, and which pins keep it; errors are noted in `problem`.
+    """Return who uses and reads a store, and which pins keep it; an error is noted in `problem`, and not raised.
 
     With `locked` the caller itself has the store's lock, which is then not counted as a use.
     """
@@ -447,13 +482,13 @@ def judge(store: Folder, *, locked: bool = False) -> Leftover:
 
 
 def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
-    """Return the pins of a store whose checkpoints are in their folders, and those whose checkpoints are missing.
+    """Return the pins of a store whose checkpoints are in their folders, then those whose checkpoints are missing.
 
-    In them `HERE` is replaced by the folder.
+    Pins of released checkpoints are in neither. In both `HERE` is replaced by the folder that the store lies in.
     """
     pins = read_pins(store)
     name = store.label
-    if not any(pin.folder == HERE for pin in pins):  # it may be in a checkpoint from before there were such pins
+    if not any(pin.folder == HERE for pin in pins):  # a copy that an older version saved has no such pin
         pins += _pins_of_copy_around(name)
     parent, _, _ = name.rpartition("/")
     verdicts = [(replace(pin, folder=parent) if pin.folder == HERE else pin, standing(pin, name)) for pin in pins]
@@ -463,9 +498,9 @@ def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
 
 
 def _pins_of_copy_around(store: str) -> list[Pin]:
-    """Return the pin that a store has to have because of the self-contained checkpoint in whose folder it lies.
+    """Return the pin that a store needs if it lies in the folder of a self-contained checkpoint that names it.
 
-    No pin if it lies in none. A pin without an id if the checkpoint there cannot be read.
+    No pin if there is no such checkpoint; a pin without an id if the checkpoint there cannot be read.
     """
     folder, _, name = store.rpartition("/")
     around = open_folder(folder)
@@ -481,12 +516,16 @@ def _pins_of_copy_around(store: str) -> list[Pin]:
 
 
 def remove(leftover: Leftover, *, missing: bool = False, ended: bool = False) -> bool:
-    """Delete a store that may be freed, under its lock; return whether it is deleted.
+    """Lock a store, judge it again, and delete it if it may be freed; return whether it is deleted.
 
-    The store is judged again under the lock. A store without a lock file may be on a file system without locks, and
-    is deleted only if it is empty. A store that is just being made looks like a leftover until its session has locked
-    it; if it is deleted, the session makes it again. Only files that stores are made of are deleted. For `missing`
-    and `ended`, what the caller knows of the store, see `Leftover.may_go`.
+    A store that cannot be locked is deleted only if it is empty, unless stores on its path have no locks at all. A
+    store that is just being made looks like a leftover until its session has locked it; if it is deleted, the session
+    makes it again. Only files that stores are made of are deleted.
+
+    Args:
+        leftover: The store.
+        missing: See `Leftover.may_go`.
+        ended: See `Leftover.may_go`.
     """
     store = leftover.folder
     lock = store.acquire_lock()
@@ -533,7 +572,9 @@ def drop_notes(stores: Iterable[tuple[str, uuid.UUID]], reader: str) -> None:
 
 
 def delete_released(stores: Iterable[tuple[str, uuid.UUID]]) -> bool:
-    """Delete, of some stores without locks, those that no checkpoint needs any more and that nobody may use.
+    """Delete those of the stores, which have no locks, that no checkpoint needs any more and that nobody may use.
+
+    Pins of released checkpoints are deleted first.
 
     Returns:
         Whether none of them is left.
@@ -555,9 +596,9 @@ def delete_released(stores: Iterable[tuple[str, uuid.UUID]]) -> bool:
 
 
 def delete_unused(store: Folder, *, missing: bool = False, ended: bool = False) -> bool:
-    """Delete a store whose lock the caller has, if it may be freed (`Leftover.may_go`); return whether it is deleted.
+    """Delete a store if it may be freed (`Leftover.may_go`); return whether it is deleted.
 
-    A failure is logged or, if it is the system's (`OSError`), ignored.
+    The caller has the store's lock, if the store has one. A failure is logged; the system's (`OSError`) is ignored.
     """
     if not judge(store, locked=True).may_go(missing=missing, ended=ended):
         return False

@@ -1,9 +1,11 @@
-"""Taking over a checkpoint where it lies, instead of copying its state.
+"""Takes over a checkpoint where it lies, instead of copying its state.
 
-The checkpoint's tiles are this session's newest versions from then on. A store whose session has ended, on one of
-this session's paths, becomes this session's own: new versions go to the slots in it that no checkpoint names. Tiles
-in other stores are only read until they are next flushed or saved. Then they go to this session's stores, so that a
-checkpoint refers to stores of its own session alone. Until then these stores are locked or marked as being read.
+From then on the checkpoint's tiles are this session's newest versions. Their stores are used in one of two ways:
+
+* A store of an ended session, on one of this session's paths, may become this session's own: new versions go to the
+  slots in it that no checkpoint names.
+* Other stores are only read, under a lock or a note that says so. A tile in them goes to this session's stores when
+  it is next flushed or saved. So a checkpoint refers to stores of its own session alone.
 """
 
 from __future__ import annotations
@@ -26,10 +28,17 @@ from offload.schedule.index import TileRecord
 def manifest_in_place(
     checkpoint: Checkpoint, layout: Layout, names: Sequence[str], rank: int, ranks: int
 ) -> Manifest | None:
-    """Return the manifest of this rank's state if the saved tiles are those of this layout, to be reused; else None.
+    """Return the manifest with this rank's state if its tiles can be used where they lie; None if they cannot.
 
-    None for a self-contained copy, too: its owner may move or delete it. `names` are those of this layout's
-    parameters in the checkpoint.
+    They can if the saved layout is this one: the same subgroups, and the same pieces of the same parameters. A
+    self-contained copy's tiles cannot be used so, as its owner may move or delete it.
+
+    Args:
+        checkpoint: The checkpoint.
+        layout: This session's.
+        names: Names of this layout's parameters in the checkpoint.
+        rank: This rank.
+        ranks: How many there are. As many must have saved the checkpoint, or one for all.
     """
     manifests = checkpoint.manifests
     if not any(manifest.layout.parameters for manifest in manifests[1:]):  # one rank has saved for all
@@ -41,7 +50,7 @@ def manifest_in_place(
     saved = manifest.layout
 
     def pieces_without_names(layout: Layout) -> list[tuple[object, ...]]:
-        """Return what this rank has of each parameter; names are compared with the saved ones by themselves."""
+        """Return which elements of each parameter a rank has, without names, which may differ from the saved ones."""
         return [(p.numel, p.dtype, p.start, p.unsharded_numel, p.box) for p in layout.parameters]
 
     is_alike = (
@@ -81,8 +90,9 @@ class Takeover:
 
     Attributes:
         records: Every tile of the checkpoint, where this session finds it.
-        limit_bytes: How far stores that were taken over may grow, by path number.
-        pinned_records: Tiles that checkpoints have in these stores, by the numbers of saves.
+        limit_bytes: By path number: the size to which a store that was opened for writing may grow.
+        pinned_records: Tiles that checkpoints have in these stores, whose slots are held: for each checkpoint, by the
+            number of a save that stands for it.
     """
 
     records: dict[TileId, TileRecord] = field(default_factory=dict)
@@ -91,24 +101,28 @@ class Takeover:
 
 
 def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId, TileRecord]:
-    """Return the records of a manifest's tiles in some stores, given the path number of each."""
+    """Return, as this session's index has them, the records of those tiles of a manifest that lie in some stores.
+
+    `numbers` has the path number of each of these stores. Tiles in other stores are left out.
+    """
     records = {}
     for tile, ref in manifest.tiles.items():
-        named = manifest.stores[ref.store]
-        number = None if named.path is None else numbers.get((named.path, named.store))
+        store_ref = manifest.stores[ref.store]
+        number = None if store_ref.path is None else numbers.get((store_ref.path, store_ref.store))
         if number is not None:
             records[tile] = ref.record(number, manifest.tile_bytes[tile])
     return records
 
 
 def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
-    """Return a manifest that calls a store's directory `path`, if it has another name for the same directory.
+    """Return a manifest in which a store lies on `path`, where the manifest has another name of the same directory.
 
-    `records_in` compares names alone.
+    So that `records_in`, which compares names alone, finds the store's tiles.
     """
 
     def rename(ref: StoreRef) -> StoreRef:
         """Return the entry of a store, with `path` in it if it is this store's."""
+        # The path is compared, too, as all stores of a session have one name; None is the checkpoint's own folder.
         is_meant = ref.store == store and ref.path and is_same(ref.path, path)
         return StoreRef(store, path) if is_meant else ref
 
@@ -118,9 +132,10 @@ def relocated(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
 def pinned_in(
     path: str, store: uuid.UUID, number: int, checkpoint: Checkpoint, layout: Layout
 ) -> list[PinnedTiles] | None:
-    """Return the tiles that checkpoints have in a store, if it is certain which of its slots are free.
+    """Return the tiles that checkpoints have in a store; all other slots of the store are free then.
 
-    Nothing is locked here: the caller asks before it locks the store and once more after that, as pins may change.
+    Before a session writes to the store, this must be certain; else the result is None. Nothing is locked here: the
+    caller asks before it locks the store and once more after that, as pins may change.
 
     Args:
         path: The store's path.
@@ -130,9 +145,12 @@ def pinned_in(
         layout: This session's.
 
     Returns:
-        The tiles, by pin and rank. None if slots that look free may be needed: `checkpoint` has no pin in the store;
-        a pin's checkpoint is missing or unreadable, has another layout, or names no tile in the store by the name
-        that the path has here; or a released checkpoint may still be read.
+        The tiles, by pin and rank. None if a slot that looks free may be needed:
+
+        * `checkpoint` has no pin in the store;
+        * a pin's checkpoint is missing, unreadable or of another layout;
+        * a pin's checkpoint names no tile in the store by the name that the path has here;
+        * a released checkpoint may still be read.
     """
     pinned: list[PinnedTiles] = []
     has_released = False
@@ -149,18 +167,18 @@ def pinned_in(
                     continue
                 folder = pin.folder
                 id, manifests = read_manifests(open_folder(folder))
-                if id != pin.id:
+                if id != pin.id:  # it was replaced just now
                     return None
-            of_pin = []
+            tiles_of_pin = []  # one item for each rank that has tiles in the store
             for manifest in (relocated(manifest, path, store) for manifest in manifests):
                 records = records_in(manifest, {(path, store): number})
                 if records and manifest.layout.subgroups != layout.subgroups:
                     return None
                 if records:
-                    of_pin.append(PinnedTiles(pin.id, folder, manifest, records))
-            if not of_pin:
+                    tiles_of_pin.append(PinnedTiles(pin.id, folder, manifest, records))
+            if not tiles_of_pin:
                 return None
-            pinned += of_pin
+            pinned += tiles_of_pin
         if has_released and opened.is_read(own=1):  # `checkpoint` is the one reader of our own
             return None
     except (OSError, CheckpointError):
@@ -170,6 +188,9 @@ def pinned_in(
 
 
 def used_bytes(pinned: Sequence[PinnedTiles]) -> int:
-    """Return the end of the last store slot that checkpoints name; a slot is a header of one sector and a payload."""
+    """Return where the last store slot that checkpoints name ends, in bytes from the store's start.
+
+    A store slot is a header of `SECTOR_BYTES`, then the payload of `nbytes`.
+    """
     locations = [record.location for tiles in pinned for record in tiles.records.values()]
     return max(location.offset + SECTOR_BYTES + location.nbytes for location in locations)

@@ -1,8 +1,13 @@
-"""Files of `torch.save` that are written without the bytes of some tensors, which are filled in afterwards.
+"""Writes files of `torch.save` without tensors' bytes first, and fills in the bytes afterwards.
 
-Tensors of the right shape that take no memory are pickled by `save_with_holes`. The file is then
-complete but for holes where their bytes belong, so that state needs neither memory nor a second file. The checksums
-of tensors in the zip file stay 0; torch does not read them.
+So state that is larger than memory can be put into a file that `torch.load` reads, without a second file:
+
+1. The caller makes tensors of the right shapes that take no memory (`without_memory`).
+2. `save_with_holes` saves the object with them. The file is complete but for holes where tensors' bytes belong.
+3. `fill` writes the bytes of the other tensors, and says where in the file each storage begins.
+4. The caller writes the remaining bytes there, piece by piece.
+
+The checksums of tensors in the zip file stay 0; torch does not read them.
 
 Not here: the structure of what is saved. The tensors of any pickled object are found again by their storages.
 """
@@ -22,16 +27,19 @@ from typing import Any
 
 import torch
 
-_NO_RESERVE = 0x4000  # mmap has no name for it before Python 3.13
-_ITEM_BYTES = 4
-_PIECE_NUMEL = 8 << 20
+_NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE; `mmap` has no name for it before Python 3.13
+_ITEM_BYTES = 4  # of an fp32 element
+_PIECE_NUMEL = 8 << 20  # most elements that are copied to the host at once
 
 
 def without_memory(numel: int) -> torch.Tensor:
-    """Return fp32 zeros that take address space only, as long as nobody writes to them."""
+    """Return flat fp32 zeros that take address space only, as long as nobody writes to them.
+
+    They are a private anonymous mapping, for which the system reserves no memory.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     space = mmap.mmap(-1, max(numel, 1) * _ITEM_BYTES, flags=flags)
-    if not numel:
+    if not numel:  # which `frombuffer` refuses
         return torch.empty(0, dtype=torch.float32, device="cpu")
     return torch.frombuffer(space, dtype=torch.float32, count=numel)
 
@@ -39,19 +47,21 @@ def without_memory(numel: int) -> torch.Tensor:
 def save_with_holes(content: Any, file: Any) -> None:
     """Save as `torch.save(content, file)`, with holes for the bytes of all tensors.
 
-    What an object saves by itself as it is pickled, as by `torch.save` in its `__getstate__`, is whole.
+    `torch.save` first pickles the content, then writes the tensors' bytes. torch's `skip_data`, which leaves holes,
+    is turned on between the two, by a pickler of our own. If it were on before, it would apply to pickling, too: an
+    object may call `torch.save` itself in its `__getstate__`, and what it saves there has to be whole.
     """
     with contextlib.ExitStack() as skipping:
 
         class Pickler(pickle.Pickler):
-            """Has torch skip tensors' bytes from then on that all is pickled: it writes them afterwards."""
+            """Pickles as usual, then has torch skip the tensors' bytes, which it writes next."""
 
             def dump(self, value: Any) -> None:
                 """See `pickle.Pickler.dump`."""
                 super().dump(value)
                 skipping.enter_context(torch.serialization.skip_data())
 
-        pickling = ModuleType("pickling")  # of what torch asks of a `pickle_module`, all that it uses to save
+        pickling = ModuleType("pickling")  # stands for `pickle`, of which torch uses only `Pickler` to save
         pickling.Pickler = Pickler  # type: ignore[attr-defined]
         torch.save(content, file, pickle_module=pickling)
 
@@ -78,7 +88,10 @@ def write_tensor(file: int, tensor: torch.Tensor, offset: int) -> None:
 
 
 class _Storages(pickle.Pickler):
-    """Collects the storages of all tensors in a pickled object, in the order in which `torch.save` numbers them.
+    """Collects the storages of all tensors in an object, in the order in which `torch.save` numbers them.
+
+    It pickles the object as `torch.save` does, which numbers storages as pickling meets them; the pickle is thrown
+    away.
 
     Attributes:
         storages: By their address; see `Places`.
@@ -113,7 +126,10 @@ Places = dict[int, int]
 def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | None:
     """Write the bytes of the tensors in `pickled` into a file in which `torch.save` has left holes for them.
 
-    Tensors in `left_out`, each a single run of memory, stay holes.
+    Args:
+        path: The file.
+        pickled: The object that was saved in it.
+        left_out: Tensors in it, each a single run of memory, that stay holes.
 
     Returns:
         Where each storage begins in the file; None, with nothing written, if the file does not match the object.
@@ -125,6 +141,7 @@ def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | 
     places = _find_places(path, storages)
     if places is None:
         return None
+    # Holes of each storage: first byte and end, counted from the storage's start.
     holes: dict[int, list[tuple[int, int]]] = {address: [] for address in storages}
     for tensor in left_out:
         holes_of_storage = holes.get(tensor.untyped_storage()._cdata)
@@ -133,20 +150,22 @@ def fill(path: str, pickled: Any, left_out: Iterable[torch.Tensor]) -> Places | 
             holes_of_storage.append((first, first + tensor.nbytes))
     with writable(path) as file:
         for address, storage in storages.items():
+            # The storage's bytes, as a flat tensor over them.
             content = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
             nbytes = storage.nbytes()
             done = 0
-            for first, end in [*sorted(holes[address]), (nbytes, nbytes)]:  # write what is before each hole
+            # Write what is before each hole; before an empty hole at the end, too, which is the rest.
+            for first, end in [*sorted(holes[address]), (nbytes, nbytes)]:
                 write_tensor(file, content[done:first], places[address] + done)
-                done = max(done, end)
+                done = max(done, end)  # tensors that were left out may overlap
     return places
 
 
 def _find_places(path: str, storages: Mapping[int, torch.UntypedStorage]) -> Places | None:
-    """Return where storages begin in a file of `torch.save`; None if the file has not these storages.
+    """Return where storages begin in a file of `torch.save`; None if the file has other storages, by their sizes.
 
-    They are entries "data/0", "data/1" and so on of a zip file, uncompressed. A local header of a zip file has 30
-    bytes, of which the last four are the lengths of name and extra field, which follow before the content.
+    They are entries "data/0", "data/1" and so on of a zip file, uncompressed. Before an entry's content is its local
+    header: 30 bytes, then its name and its extra field. The last four of the 30 bytes are the lengths of these two.
     """
     with zipfile.ZipFile(path) as archive, open(path, "rb") as headers:
         entries = {info.filename.rpartition("/data/")[2]: info for info in archive.infolist()}

@@ -1,8 +1,9 @@
 """A framework's folder as a mirror copies it: whole, with the engine's checkpoint in it, while training goes on.
 
-Files are opened when the save has ended, so that neither the framework, which deletes old folders, nor the copy
-waits for the other. In the mirror a folder is marked as it is in the run's (`marker`); while it is copied the marker
-lists the files that are durable there, by size and time of change, so that after a crash only the others are copied.
+Files are opened when the save has ended: an open file can be read after the framework, which deletes old folders, has
+deleted it. So neither waits for the other. In the mirror a folder has markers as in the run (`marker`). While it is
+copied, its marker lists the files that are durable there, with size and time of change. So after a crash only the
+other files are copied.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class WholeFolder:
 
     @classmethod
     def at(cls, folder: str) -> WholeFolder:
-        """Return the folder at a directory, with what its marker says and the checkpoint that is found in it.
+        """Return the `WholeFolder` of a directory, by what its marker says, and with the checkpoint found in it.
 
         Raises:
             CheckpointError: The folder has checkpoints of several optimizers, or its marker cannot be read.
@@ -78,7 +79,7 @@ class WholeFolder:
         if belongs is DAMAGED:
             raise CheckpointError("its marker is damaged")
         above = folder
-        for _ in range(belongs.depth):
+        for _ in range(belongs.depth):  # the run's folder is that many levels above
             above = os.path.dirname(above)
         checkpoint = os.path.relpath(checkpoints[0], above) if checkpoints else ""
         return cls(above, os.path.relpath(folder, above), checkpoint, belongs)
@@ -88,9 +89,9 @@ class WholeFolder:
         return os.path.join(self.above, name or self.name)
 
     def files(self) -> list[str]:
-        """Return the names of the files to copy, sorted, then those of files that lie beside the folder.
+        """Return the names of the files to copy: sorted those in the folder, then those that lie beside it.
 
-        Not among them: the engine's checkpoint, which is copied as such, unfinished and temporary files, and markers.
+        Left out are the engine's checkpoint, which is copied as such, unfinished and temporary files, and markers.
 
         Raises:
             OSError: A directory cannot be read.
@@ -120,12 +121,13 @@ def _raise_unless_gone(error: OSError) -> None:
 
 @dataclass(slots=True)
 class _File:
-    """A file to copy.
+    """A file to copy. It is open, has been read (`content`), or is to be opened when its turn comes.
 
     Attributes:
         path: Its path.
         descriptor: -1 while the file is not open.
-        state: Size in bytes, and time of the last change in ns.
+        state: Size in bytes, and time of the last change in ns, as noted when the file was opened or, if that is to
+            come, when it was listed.
         content: What was in it when it was read; None for a file that is copied through its descriptor.
     """
 
@@ -135,11 +137,11 @@ class _File:
     content: bytes | None = None
 
     def open(self) -> bool:
-        """Open the file, unless it has been read; return whether it can be copied, which only regular files can."""
+        """Open the file, unless it has been read; return whether it can be copied, as only regular files can."""
         if self.content is not None:
             return True
         try:
-            # Without O_NONBLOCK, to open a named pipe would wait for a writer.
+            # O_NONBLOCK: without it, opening a named pipe would wait for a writer.
             self.descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno == errno.ENXIO:  # a socket
@@ -147,11 +149,15 @@ class _File:
             raise
         self.state = self._state()
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
-            self.close()
+            self.close()  # which sets `descriptor` to -1
         return self.descriptor >= 0
 
     def write_to(self, folder: Folder) -> None:
-        """Copy the content that the file had when it was opened or read; the copy is durable when this returns."""
+        """Copy the content that the file had when it was opened or read; the copy is durable when this returns.
+
+        Raises:
+            CheckpointError: The file was changed while it was copied, or the copy cannot be written.
+        """
         nbytes, _ = self.state
         content = FileBytes(self.descriptor, nbytes) if self.content is None else self.content
         folder.write(os.path.basename(self.path), content)
@@ -159,7 +165,7 @@ class _File:
             raise CheckpointError(f"{self.path} was changed while it was copied")
 
     def read(self) -> None:
-        """Read the file now, if it can be copied: another save may overwrite it before it is copied."""
+        """Read the file's content now, if it can be copied, and close it: the next save may overwrite the file."""
         if self.open():
             with open(self.descriptor, "rb", closefd=False) as file:
                 self.content = file.read()
@@ -196,11 +202,11 @@ def _state_of(status: os.stat_result) -> tuple[int, int]:
 
 
 class FolderCopy:
-    """The work on one folder's files: `begin`, every file of `copy`, `commit`; then `close`.
+    """The copying of one folder's files to a mirror: call `begin`, exhaust `copy`, call `commit`; at the end `close`.
 
     Args:
         whole: The folder; its files are opened.
-        mirror: Directory or prefix of a bucket that has the run's folder.
+        mirror: The mirror's directory or prefix, in which the copies have the names of the run's folder.
         is_new: Whether the folder has just been saved. Else a folder that is whole in the mirror stays as it is.
 
     Raises:
@@ -219,7 +225,8 @@ class FolderCopy:
             for name in whole.files():
                 try:
                     self._open_file(name)
-                except FileNotFoundError:  # a temporary file, or a shared one, may go at any time
+                except FileNotFoundError:
+                    # A temporary file, or a shared one, may go at any time; one beside the folder is part of it.
                     if name in whole.belongs.beside:
                         raise
         except BaseException:
@@ -227,7 +234,11 @@ class FolderCopy:
             raise
 
     def _open_file(self, name: str) -> None:
-        """Add a file to `files`, if it can be copied: read if it is shared, else open, unless too many are open."""
+        """Add a file to `files`, if it can be copied. It stays open until `copy` has copied it, or `close`.
+
+        A shared file is read at once; others are opened. If too many are open, only the file's state is noted, and
+        `copy` opens it.
+        """
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most_open = MOST_OPEN if limit == resource.RLIM_INFINITY else min(MOST_OPEN, limit // 8)
         file = _File(self.whole.source(name))
@@ -240,10 +251,15 @@ class FolderCopy:
             self.files[name] = file
 
     def begin(self, run: str = "") -> bool:
-        """Mark the mirror's folder as not whole, noting what an earlier copy has left; False if it is to stay whole.
+        """Mark the mirror's folder as not whole, and find which files an interrupted copy has copied already.
+
+        A folder that is whole in the mirror stays so if it has this very save, or if the run's folder was loaded.
 
         Args:
             run: Names the training that has saved the folder; "" if nobody knows.
+
+        Returns:
+            Whether there is something to copy; False if the mirror's folder stays whole.
 
         Raises:
             CheckpointError: Another process is copying to it, or it is whole, and of another training.
@@ -253,7 +269,8 @@ class FolderCopy:
         mark, marker = mark_in(folder)
         unchanged = {name: state for name, state in marker.files.items() if self._is_unchanged(name, state)}
         if mark is Mark.WHOLE:
-            is_same_save = self.whole.belongs.whole_s in (0.0, marker.whole_s)  # 0.0: the run's has no time
+            # By the time at which the run's folder became whole; 0.0: its marker has none.
+            is_same_save = self.whole.belongs.whole_s in (0.0, marker.whole_s)
             if not self._is_new or (is_same_save and unchanged.keys() == self.files.keys()):
                 return False
             if not marker.is_of(run, self.whole.above):  # two may have folders of one name
@@ -261,7 +278,7 @@ class FolderCopy:
                     f"{self.target} is a folder of another run: give this run a mirror of its own, or delete it"
                 )
         this = Process.this()
-        copier = marker.process
+        copier = marker.process  # either may be None, where the kernel does not say
         # A process on another machine is taken to have ended: nobody can tell.
         is_another = this and copier and copier != this and copier.machine == this.machine
         if copier and is_another and not copier.has_ended():
@@ -269,8 +286,8 @@ class FolderCopy:
         folder.prepare()
         self._copied = unchanged if mark is Mark.BEGUN else {}  # a whole copy may be of another save
         self._write_marker(folder, BEGUN)
-        folder.delete(WHOLE)
-        # Delete what the mirror has of another folder of that name.
+        folder.delete(WHOLE)  # after that: `BEGUN` counts where both are there
+        # Delete files that an earlier folder of this name had and this one has not.
         for name in marker.files.keys() - self.files.keys():
             if name.startswith(f"{self.whole.name}/"):
                 directory, last = os.path.split(name)
@@ -278,18 +295,21 @@ class FolderCopy:
         return True
 
     def _is_unchanged(self, name: str, state: tuple[int, int]) -> bool:
-        """Return whether the mirror's copy of a file, noted with `state`, need not be made again."""
+        """Return whether the mirror's copy of a file, noted with `state`, need not be made again.
+
+        A shared file's copy need not, whatever its state: later saves overwrite the file, and the copy is as it was.
+        """
         file = self.files.get(name)
-        is_shared = file is not None and file.content is not None  # later saves overwrite it
+        is_shared = file is not None and file.content is not None  # shared files alone are read when they are listed
         return is_shared or (file is not None and file.state == state)
 
     def _write_marker(self, folder: Folder, mark: str) -> None:
-        """Write the mirror's marker, with the files that are durable there.
+        """Write the mirror's marker: what the run's marker says, with the files that are durable in the mirror.
 
         Args:
             folder: The folder in the mirror.
-            mark: BEGUN, which names this process as the copier, or WHOLE, which has the time at which the run's
-                folder became whole (now, if that has none).
+            mark: The marker's name: `BEGUN`, with this process as the copier; or `WHOLE`, with the time at which the
+                run's folder became whole (the present time, if its marker has none).
         """
         belongs = self.whole.belongs
         marker = replace(
@@ -313,6 +333,7 @@ class FolderCopy:
         beside = {*self.whole.belongs.beside, *self.whole.belongs.shared}
         noted_count = unnoted_bytes = 0
         for name, file in self.files.items():
+            # Skipped: copied by an earlier session; or not opened so far (too many were open), and no regular file.
             if name in self._copied or (file.descriptor < 0 and not file.open_as_it_was()):
                 continue
             name_in_mirror = f"{self.whole.name}/{BESIDE}/{name}" if name in beside else name
@@ -325,7 +346,8 @@ class FolderCopy:
             self._copied[name] = file.state
             nbytes, _ = file.state
             unnoted_bytes += nbytes
-            # A marker lists all names, so it is written again only after a sixteenth more files, or many bytes.
+            # A marker lists all copied files, so writing it for each would cost the square of their number. It is
+            # written again after a sixteenth more files, or after `NOTE_BYTES`.
             if len(self._copied) > noted_count + noted_count // 16 or unnoted_bytes > NOTE_BYTES:
                 self._write_marker(marked, BEGUN)
                 noted_count = len(self._copied)
@@ -345,10 +367,10 @@ class FolderCopy:
 
 
 def find_changed(folder: Folder, marker: Marker) -> list[str]:
-    """Return, in words, which files of a whole folder, the run's or a mirror's, are not as its marker notes them.
+    """Return, in words, which files of a whole folder are missing or of another size than its marker notes.
 
-    An interrupted copy of the folder by other means may have brought the marker, and not all files. Files that are
-    not noted do not matter.
+    The folder is a run's or a mirror's. It may have been copied by other means, which were interrupted when they had
+    brought the marker, but not all files. Files that are not noted do not matter.
 
     Raises:
         CheckpointError: The folder cannot be read.
@@ -357,7 +379,7 @@ def find_changed(folder: Folder, marker: Marker) -> list[str]:
         return []
     sizes, beside, changed = dict(folder.walk()), {*marker.beside, *marker.shared}, []
     for name, (noted_bytes, _) in marker.files.items():
-        # Its name in this folder; noted names are relative to the run's.
+        # Its name in this folder: noted names are relative to the run's folder, which is `depth` levels above.
         here = f"{BESIDE}/{name}" if name in beside else "/".join(name.split("/")[marker.depth :])
         nbytes = sizes.get(here)
         if nbytes != noted_bytes:
@@ -387,21 +409,20 @@ def delete_copy(whole: WholeFolder, mirror: str, run: str = "", *, is_unfinished
     is_of_run = marker.is_of(run, whole.above)
     if mark is Mark.NONE or not is_of_run or (is_unfinished and not is_unfinished_here):
         return False
-    if mark is Mark.WHOLE:  # so that an interrupted deletion leaves no whole folder; with `BEGUN` none is
+    if mark is Mark.WHOLE:  # an interrupted deletion must not leave the mark of a whole folder: `BEGUN` overrules it
         folder.write(BEGUN, Marker(Process.this()).encode())
     folder.remove_tree()
     return True
 
 
 class Seen:
-    """Remembers which folders runs' folders contain, to find those that were deleted during this session."""
+    """Remembers what each run's folder contains, to find the folders in it that are deleted during this session."""
 
     def __init__(self) -> None:
         self._noted: dict[tuple[str, int, int], dict[str, tuple[int, int] | None]] = {}
-        """By path, device and inode of the run's folder: another folder that gets its path is not taken for it.
+        """For each run's folder the names in it, as `_siblings` returns them.
 
-        The names in it, each with what a renamed folder keeps: inode and time of change of a whole one's marker. None
-        where there is none.
+        The key is the run's folder's path, device and inode: another folder that gets its path is not taken for it.
         """
 
     def note(self, whole: WholeFolder) -> None:
@@ -416,7 +437,7 @@ class Seen:
         old name, when it is deleted. Nothing is returned if the run's folder cannot be read, or is another than was
         noted: it was moved, say, or unmounted.
         """
-        own_name, slash, inside = whole.name.partition("/")
+        own_name, slash, inside = whole.name.partition("/")  # such as "step_5", "/" and "optim"
         checkpoint = whole.checkpoint.removeprefix(own_name)
         try:
             noted = self._noted_in(whole.above)
@@ -425,9 +446,11 @@ class Seen:
             return []
         markers = {marker for marker in present.values() if marker is not None}
         gone = noted.keys() - present.keys() - {own_name}
+        # A folder whose marker is there under another name was renamed.
         deleted = sorted(name for name in gone if noted[name] not in markers)
         for name in deleted:  # so that each is returned once
             del noted[name]
+        # As this folder, with their own first names.
         return [WholeFolder(whole.above, name + slash + inside, checkpoint and name + checkpoint) for name in deleted]
 
     def _noted_in(self, above: str) -> dict[str, tuple[int, int] | None]:
@@ -437,11 +460,15 @@ class Seen:
 
 
 def _siblings(whole: WholeFolder) -> dict[str, tuple[int, int] | None]:
-    """Return the names in a whole folder's run's folder, each with what tells a whole folder there; see `Seen`."""
+    """Return the names in the run's folder that a whole folder lies in, each with what tells a folder under any name.
+
+    That is inode and time of change of the folder's marker of a whole folder, which it keeps when it is renamed; None
+    where there is no such marker.
+    """
     _, _, inside = whole.name.partition("/")
-    found: dict[str, tuple[int, int] | None] = dict.fromkeys(os.listdir(whole.above))
-    for name in found:
+    markers: dict[str, tuple[int, int] | None] = dict.fromkeys(os.listdir(whole.above))
+    for name in markers:
         with contextlib.suppress(OSError):
             status = os.stat(os.path.join(whole.above, name, inside, WHOLE))
-            found[name] = status.st_ino, status.st_mtime_ns
-    return found
+            markers[name] = status.st_ino, status.st_mtime_ns
+    return markers

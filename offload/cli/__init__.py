@@ -30,11 +30,14 @@ _COMMANDS = {
     "report": report,
     "bench": bench,
 }
-"""The module of each: `add_parser` declares its options, `run` runs it and returns the exit status."""
+"""The module of each subcommand: its `add_parser` declares the options, its `run` returns the exit status."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the command's parser; what it parses has the subcommand's error function, too, as `refuse`."""
+    """Return the parser of the whole command line, with a parser of its own for each subcommand.
+
+    Parsed arguments have `refuse`, the `error` function of the subcommand's parser: its message names the subcommand.
+    """
     parser = Parser(
         prog="offload",
         description="Trains models whose optimizer state does not fit in memory, without changing the numbers.",
@@ -60,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     parser = _parser()
-    # Passed in, not returned: if parsing raises, it says which command (None: none yet) the error is about.
+    # argparse fills this object as it parses. If reading a value raises, it has the subcommand's name by then, which
+    # the error message needs; None if parsing has not come so far.
     arguments = argparse.Namespace(command=None)
     # Idle threads of torch's pool spin by default, which starves the engine's own threads (and whatever else
     # runs here) of cores: forward and backward take twice as long beside one busy thread. Sleeping costs nothing
@@ -68,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _, unknown = parser.parse_known_args(argv, arguments)
-        if unknown:  # a subcommand's parser leaves them to the one above, whose help says nothing of its options
+        # Unknown options are refused by the subcommand's parser, whose `--help` lists the known ones. Without a
+        # subcommand there is no `refuse`.
+        if unknown:
             getattr(arguments, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
         if arguments.command is None:
             parser.print_help()

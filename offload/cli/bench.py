@@ -1,6 +1,7 @@
 """`offload bench`: compares what an iteration takes, ours beside the alternatives.
 
-The benchmark itself is `bench/iteration.py` of a source checkout, a plain script like all benchmarks; this runs it.
+The benchmark itself is `bench/iteration.py` of a source checkout, a plain script like all benchmarks. This command
+runs it in a process of its own.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def script(package: Path) -> Path:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark with the options as they are; return its exit status.
+    """Run the benchmark's script, which gets all options unread; return the script's exit status.
 
     Raises:
         OffloadError: There are no benchmarks here.
     """
-    file = script(Path(__file__).resolve().parent.parent)
+    file = script(Path(__file__).resolve().parent.parent)  # of the folder of the package `offload`
     command = [sys.executable, str(file), *arguments.options]
     environment = {**os.environ, "OFFLOAD_PROG": "offload bench"}  # for its usage line
     return subprocess.run(command, check=False, env=environment).returncode

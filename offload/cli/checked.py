@@ -41,17 +41,22 @@ from offload.optim.routes import Route
 from offload.optim.scaling import CLIP_EPS
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+"""Types whose objects contain no others."""
 _FOREIGN = ("offload", *sys.stdlib_module_names)
 """Packages in whose objects no tensors of a script are searched for."""
 _PARTS_OF_MODULES = ("_parameters", "_buffers", "_modules")
+"""Dicts of a torch module, whose entries are the module's attributes by their names."""
 
 
 class _Enough(SystemExit):
-    """Ends the script: all steps that were asked for have been recorded."""
+    """Ends the script when all steps are recorded. As a `SystemExit` it passes the script's `except Exception`."""
 
 
 class _TorchTwin:
-    """Torch's own optimizer over copies of the state of one of ours, made before a step."""
+    """Torch's own optimizer beside one of ours, with the same hyperparameters, over fp32 copies of our masters.
+
+    Made before a step of ours, with copies of all state. From then on it takes each step that ours takes.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         bound = optimizer._weights.bound  # parameters that the optimizer updates
@@ -71,9 +76,11 @@ class _TorchTwin:
 
     @torch.no_grad()
     def step(self, optimizer: Any, max_norm: float) -> None:
-        """Take the step that our optimizer is about to take, with its hyperparameters.
+        """Take the step that our optimizer is about to take, with its hyperparameters and its gradients.
 
-        `max_norm` is what gradients are clipped to; inf for not clipped.
+        Args:
+            optimizer: Ours, with gradients in `.grad`.
+            max_norm: Norm that gradients are clipped to, after the loss scale is divided out; inf for no clipping.
         """
         for group, torch_group in zip(optimizer.param_groups, self._torch_optimizer.param_groups, strict=True):
             known = {name: value for name, value in group.items() if name in torch_group and name != "params"}
@@ -81,7 +88,8 @@ class _TorchTwin:
         scale = optimizer._scaling.loss_scale
         for parameter, master in self._masters.items():
             if self._versions[parameter] != shards.version(parameter):
-                master.copy_(shards.local(parameter))  # the script has changed the weight: both take it as the master
+                # The script has changed the weight: our optimizer takes its master from it, and so does this one.
+                master.copy_(shards.local(parameter))
             gradient = parameter.grad
             master.grad = None if gradient is None else shards.local(gradient).cpu().float() / scale
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
@@ -92,7 +100,11 @@ class _TorchTwin:
         self._torch_optimizer.step()
 
     def compare(self, optimizer: Any, step: int) -> Iterator[tuple[int, str, float, float]]:
-        """Yield, for each parameter, a row of `Seen.beside` about a step; note the versions of the weights."""
+        """Yield a row of `Seen.beside` for each parameter, after both optimizers have taken a step.
+
+        Masters may differ by a part of how far this one has moved, for what the state's format rounds, and by some
+        roundings of fp32 a step. Weights' versions are noted, so that the next `step` sees a change by the script.
+        """
         for parameter, name in self._names.items():
             master = self._masters[parameter]
             moved = float((master - self._first_masters[parameter]).norm())
@@ -124,12 +136,12 @@ class _Watch:
             "load_checkpoint": self._load_checkpoint,
             "checkpoint_folder": self._checkpoint_folder,
         }
-        # What the script does with checkpoints of its own leaves them as they are.
+        # Methods that do nothing in a run. The script's own checkpoints stay as they are.
         ignored = ["release_checkpoint", "commit_on_sigterm"]
         if self._request.reference:  # no step is hidden, and hooks leave gradients alone
             replacements["clip_grad_norm_"] = self._clip_grad_norm
             ignored += ["overlap_forward", "overlap_backward", "park"]
-            for route in Route.__subclasses__():
+            for route in Route.__subclasses__():  # the base class does nothing when a gradient arrives
                 route._handle_gradient = Route._handle_gradient  # type: ignore[method-assign]
         else:  # with `check`, weights are NaN until they are updated: one that is read too early shows
             replacements["overlap_forward"] = lambda plain, *what, **options: plain(
@@ -137,14 +149,14 @@ class _Watch:
             )
         for name, replacement in replacements.items():
             self._replace(name, replacement)
-        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):  # both have the function, and scripts use either
             module.clip_grad_norm_ = partial(self._note_clip, module.clip_grad_norm_)  # type: ignore[attr-defined]
-        for name in ignored:  # what is returned stands for a hook's handle
+        for name in ignored:  # some return a hook's handle, which scripts may call `remove` of
             self._replace(name, lambda _plain, *_arguments, **_options: SimpleNamespace(remove=lambda: None))
 
     @staticmethod
     def _replace(name: str, replacement: Any) -> None:
-        """Replace a method of the optimizers; `replacement` gets the method itself before the arguments."""
+        """Replace a method of the optimizers; `replacement` gets the replaced method before its arguments."""
         plain = getattr(OffloadedOptimizer, name)
         setattr(OffloadedOptimizer, name, lambda *arguments, **options: replacement(plain, *arguments, **options))
 
@@ -153,11 +165,13 @@ class _Watch:
         config = config if self._request.config is None else self._request.config
         config = config if isinstance(config, OffloadConfig) else OffloadConfig.from_dict(config or {})
         plain(optimizer, params, defaults, self._config_for_run(config), *options)
+        # `config` says what the settings are: a rehearsal's config for this run keeps gradients in any case.
         if self._request.on_cpu and not config.keep_grads:
             self._leaving.add(optimizer)
 
     def _note_clip(self, plain: Any, parameters: Any, *arguments: Any, **options: Any) -> Any:
         """Replace torch's `clip_grad_norm_`: note the call if it would find no gradients on a GPU."""
+        # A list, as `parameters` may be an iterator, which gives its items to one reader alone.
         clipped = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         leaving = {id(p) for optimizer in self._leaving for group in optimizer.param_groups for p in group["params"]}
         self.seen.clips_nothing |= any(id(parameter) in leaving for parameter in clipped)
@@ -171,14 +185,16 @@ class _Watch:
             return config.in_memory().updated_by_cpu()
         paths = []
         for path in config.path_configs:
-            run_path = f"{path.path}/check-run-{uuid.uuid4()}"  # in a bucket; a missing folder is refused later
+            # For a bucket, where no folder has to be made; or for a missing folder, which the optimizer refuses.
+            run_path = f"{path.path}/check-run-{uuid.uuid4()}"
             if os.path.isdir(path.path):
                 run_path = tempfile.mkdtemp(prefix="check-run-", dir=path.path)
-                with (self._folder / MADE).open("a") as made:  # so that whoever started this run removes it
-                    made.write(f"{run_path}\n")
-            # Turns are taken on the script's own path: None would be `run_path`.
+                with (self._folder / MADE).open("a") as made_file:  # so that whoever started this run removes it
+                    made_file.write(f"{run_path}\n")
+            # Processes take turns on the script's own path, as without this check: None would mean `run_path`.
             paths.append(dataclasses.replace(path, path=run_path, lock_path=path.lock_path or path.path))
         memory = config.host_memory if self._request.host_memory is None else self._request.host_memory
+        # Without a mirror: it is the script's, and would get copies of this run's checkpoints.
         return dataclasses.replace(config, paths=paths, host_memory=memory, mirror=None)
 
     @staticmethod
@@ -205,20 +221,26 @@ class _Watch:
     def _before_step(self, optimizer: Any, arguments: Any, options: Any) -> Any:
         """Torch's hook before a step: record weights and gradients, and let torch's twin take the step.
 
-        A closure is called here, once, and replaced: gradients are there only after that. Ends the script if all
-        steps are recorded. Returns the arguments of `step`; None for an optimizer that is not ours: they stay.
+        A closure, which computes the gradients, is called here; `step` gets another one that only returns its loss.
+
+        Returns:
+            The arguments for `step`; None, which leaves them, for an optimizer that is not ours.
+
+        Raises:
+            _Enough: All steps are recorded: the script ends.
         """
         if not isinstance(optimizer, OffloadedOptimizer):
             return None
         step = self._steps.setdefault(optimizer, 0)
-        if step >= self._request.steps:
+        if step >= self._request.steps:  # the script has caught the `_Enough` of `_after_step`, and goes on
             raise _Enough
         # `arguments` begin with the optimizer itself.
         if closure := (arguments[1] if len(arguments) > 1 else options.get("closure")):
             with torch.enable_grad():
                 loss = closure()
             arguments, options = (optimizer, lambda: loss), {}
-        optimizer.finish()  # the last step, if it is hidden; reading state would also end updates in backward
+        # Ends the step before, if it is hidden. Reading state instead would also end updates in backward.
+        optimizer.finish()
         if step:  # new weights of the step before, which may have been hidden until now
             self._record(optimizer, step, "weight")
         self._record(optimizer, step + 1, "gradient")
@@ -253,14 +275,19 @@ class _Watch:
                 optimizer.close()
 
     def _record(self, optimizer: Any, step: int, kind: str) -> None:
-        """Record the bits of every parameter's weight, gradient, or tensor of state."""
-        number = [*self._steps].index(optimizer)
+        """Record the bits of one tensor of every parameter.
+
+        Args:
+            step: The step that the tensors are recorded for, from 1.
+            kind: "weight", "gradient", or the name of a tensor of state.
+        """
+        number = [*self._steps].index(optimizer)  # in the order of their first steps
         of_optimizer = f" of optimizer {number + 1}" if number else ""
         for parameter, name, _ in names(optimizer.param_groups):
             if parameter not in optimizer._weights.bound:  # nothing updates it
                 continue
-            own = {"gradient": parameter.grad, "weight": parameter}
-            tensor = own[kind] if kind in own else optimizer.state_for(parameter)[kind]
+            by_kind = {"gradient": parameter.grad, "weight": parameter}
+            tensor = by_kind[kind] if kind in by_kind else optimizer.state_for(parameter)[kind]
             if tensor is None:  # it got no gradient in this step
                 continue
             about = f"{kind} of {name}{of_optimizer}"
@@ -289,17 +316,20 @@ def script_tensors(script: str, frame: FrameType | None) -> tuple[dict[str, torc
     most `MOST_OBJECTS` objects. Modules below the script's folder are its own, too, unless they are installed.
 
     Args:
-        script: Its file.
-        frame: The innermost function that is running; the search starts at its callers that are the script's. None
-            for none.
+        script: The script's file.
+        frame: Frame of the function that is running. The search begins with the locals of those functions among it
+            and its callers that are the script's. None to begin with globals alone.
     """
     is_own = _is_own_file(script)
+    # Dicts are copied (`[*...]`) before they are gone through, here and below: other threads may change them.
     modules = {name: m for name, m in [*sys.modules.items()] if is_own(getattr(m, "__file__", None))}
-    waiting: deque[tuple[str, str, Any]] = deque()  # an expression, where it holds (" in main()"), and its object
+    # Objects to look into: an expression, the function in which it holds (" in main()", "" for globals), the object.
+    waiting: deque[tuple[str, str, Any]] = deque()
     for module_name, module in modules.items():
         prefix = "" if module_name == "__main__" else f"{module_name}."
         waiting.extend((f"{prefix}{name}", "", value) for name, value in [*vars(module).items()])
     while frame is not None:
+        # "<module>" is a module's own code, whose locals are its globals.
         if is_own(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
             where = f" in {frame.f_code.co_name}()"
             waiting.extend((name, where, value) for name, value in [*frame.f_locals.items()])
@@ -312,7 +342,7 @@ def script_tensors(script: str, frame: FrameType | None) -> tuple[dict[str, torc
             continue
         seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            if value.layout == torch.strided and not value.is_meta:
+            if value.layout == torch.strided and not value.is_meta:  # others have no plain memory to compare
                 tensors.setdefault(f"{name}{where}", value)
         else:
             waiting.extend((f"{name}{part}", where, child) for part, child in _parts(value, modules))
@@ -320,16 +350,17 @@ def script_tensors(script: str, frame: FrameType | None) -> tuple[dict[str, torc
 
 
 def _is_own_file(script: str) -> Callable[[str | None], bool]:
-    """Return a predicate: whether a file is the script, or a module beside it that is not installed."""
+    """Return a function that says whether a file is the script, or in its folder or below and not installed."""
     path = Path(script).resolve()
-    others = [Path(place) for place in (sys.prefix, sys.base_prefix, Path(offload.__file__).parent)]
+    # A Python environment may lie below the script's folder, and so may this package.
+    installed = [Path(place) for place in (sys.prefix, sys.base_prefix, Path(offload.__file__).parent)]
 
     def is_own(file: str | None) -> bool:
-        """Return whether a file is the script's; None is the file of modules that have none."""
+        """Return whether a file is the script's; not for None, which modules without a file have."""
         if file is None:
             return False
         module = Path(file).resolve()
-        is_installed = "site-packages" in module.parts or any(module.is_relative_to(other) for other in others)
+        is_installed = "site-packages" in module.parts or any(module.is_relative_to(root) for root in installed)
         return module == path or (module.is_relative_to(path.parent) and not is_installed)
 
     return is_own
@@ -338,7 +369,9 @@ def _is_own_file(script: str) -> Callable[[str | None], bool]:
 def _parts(value: Any, modules: dict[str, ModuleType]) -> Iterator[tuple[str, Any]]:
     """Yield the objects that an object contains, each after the text to append to the object's expression.
 
-    Of functions and classes, only those of `modules` (by name: the script's) contain any.
+    Dicts, lists, tuples and deques contain their items; other objects their attributes; functions also the variables
+    of outer functions that they use. Nothing is looked for in functions and classes that are not of `modules` (the
+    script's, by name), in modules, in our optimizers, and in objects of classes that `_FOREIGN` packages have.
     """
     if isinstance(value, dict):
         for number, (key, child) in enumerate([*value.items()]):  # torch's optimizers have tensors as keys
@@ -363,12 +396,19 @@ def _parts(value: Any, modules: dict[str, ModuleType]) -> Iterator[tuple[str, An
 
 
 def _closure(value: FunctionType | type) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Return the names and cells of the variables of outer functions that a function uses; none for a class."""
+    """Return the names and cells of the variables of outer functions that a function uses; none for a class.
+
+    A cell is Python's holder of such a variable: `cell_contents` is the value.
+    """
     return (value.__code__.co_freevars, value.__closure__ or ()) if isinstance(value, FunctionType) else ((), ())
 
 
 def main(file: str) -> None:
-    """Run the script or command of a request, and write what was recorded."""
+    """Run the script or command of a `Request`, and write what was recorded (`Seen`), also if it fails.
+
+    Args:
+        file: The request's file; other files of the run are written beside it.
+    """
     folder = Path(file).parent
     request = msgspec.msgpack.decode(Path(file).read_bytes(), type=Request)
     random.seed(0)

@@ -28,7 +28,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _describe_plain(mirror: str) -> str:
-    """Return what to do with checkpoints in a mirror that lie in no trainer's folder, in words; "" without any."""
+    """Return advice, for an error, to load the engine's checkpoints in a mirror where they lie; "" if there are none.
+
+    Left out are those in a trainer's folder whose copy was cut short: the trainer's own files may be missing there.
+    """
     from offload.checkpoint.contents import is_checkpoint, some_of
     from offload.checkpoint.folder import open_folder
     from offload.checkpoint.manifest import COMMIT_NAME
@@ -36,12 +39,12 @@ def _describe_plain(mirror: str) -> str:
 
     ends = f"/{COMMIT_NAME}"
     names = [name for name, _ in open_folder(mirror).walk()]
-    begun = [name.removesuffix(BEGUN) for name in names if name.endswith(f"/{BEGUN}")]  # a trainer's, cut short
+    cut_short = [name.removesuffix(BEGUN) for name in names if name.endswith(f"/{BEGUN}")]  # "trainer's folder/"
     with_commit = [
-        name.removesuffix(ends) for name in names if name.endswith(ends) and not name.startswith((*begun,))
+        name.removesuffix(ends) for name in names if name.endswith(ends) and not name.startswith((*cut_short,))
     ]
-    plain = [folder for folder in [*(f"{mirror}/{name}" for name in with_commit), mirror] if is_checkpoint(folder)]
-    return f"; load what is there from there, by optimizer.load_checkpoint: {some_of(plain)}" if plain else ""
+    loadable = [folder for folder in [*(f"{mirror}/{name}" for name in with_commit), mirror] if is_checkpoint(folder)]
+    return f"; load what is there from there, by optimizer.load_checkpoint: {some_of(loadable)}" if loadable else ""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -53,23 +53,24 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from offload.checkpoint.stores import find_stores, remove
 
-    found = [(path, store) for path in arguments.path for store in find_stores(path)]
+    leftovers = [(path, store) for path in arguments.path for store in find_stores(path)]
     if arguments.store is not None:
-        uuids = [store.path.rpartition("/offload-")[2] for _, store in found]
+        # On its path a store is called "offload-<uuid>".
+        uuids = [store.path.rpartition("/offload-")[2] for _, store in leftovers]
         for uuid in arguments.store:
             if uuid not in uuids:
                 advice = f"name a store that is there: {', '.join(uuids) or 'there is none'}"
                 raise ConfigError("--store", uuid, advice)
-        found = [each for each, uuid in zip(found, uuids, strict=True) if uuid in arguments.store]
+        leftovers = [pair for pair, uuid in zip(leftovers, uuids, strict=True) if uuid in arguments.store]
     rows = []
     lines = []
     failed = False
-    for path, store in found:
+    for path, store in leftovers:
         verdict = _why_kept(store, arguments)
         if verdict is None and arguments.dry_run:
             verdict = "would be deleted"
         elif verdict is None:
-            # --store says that the session of a bucket's store has ended.
+            # A bucket may not tell whether a store's session has ended: by --store the user says that it has.
             is_removed = remove(store, missing=arguments.really, ended=arguments.store is not None)
             failed = failed or not is_removed
             verdict = "deleted"

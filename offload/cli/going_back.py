@@ -1,8 +1,9 @@
 """Writes a checkpoint as torch's own optimizers load it, alone or in the file or folder of a framework.
 
-All that is not the optimizer's (weights, schedules, random states) is copied unchanged. Torch saves a file without
-the bytes of state, which are then written to their places piece by piece. The target gets its name when all is on
-disk.
+A framework's own file or folder names the folder in which the engine's checkpoint has the optimizer's state. All that
+is not the optimizer's (weights, schedules, random states) is copied unchanged. The optimizer's file is first saved
+with holes for the bytes of state. These are then written to their places piece by piece, so that little memory is
+needed. The target gets its name when all is on disk.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ MADE_BY = {
     "lightning": "the .ckpt that Lightning's Trainer has written",
     DEEPSPEED: 'the folder of a tag that DeepSpeed has saved with the layout "in_place"',
 }
+"""What is to be given as CHECKPOINT for each framework, in words of errors."""
 
 ITEM_BYTES = 12
 """Bytes of a parameter's state in DeepSpeed's file: master and both moments in fp32."""
@@ -112,9 +114,10 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
         state_folders = _folders_by_file(framework, checkpoint)
     try:
         if is_folder:
+            # Of a long name only the beginning: the temporary one is longer, and names have at most 255 bytes.
             with working_in(out.with_name(f".{out.name[:100]}.partial")) as scratch:
                 return _write_folder(framework, Path(checkpoint), out, state_folders, scratch, progress)
-        (state_folder,) = state_folders.values()
+        (state_folder,) = state_folders.values()  # torch's and Lightning's file has one optimizer
         other_content = _load_file(checkpoint, framework) if framework != "torch" else None
         return [_write_state(state_folder, out, other_content, progress)]
     except OSError as cause:
@@ -128,15 +131,18 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
 
 
 def _state_folder(checkpoint: str) -> str:
-    """Return the folder of the state: the path itself, or the folder that a framework's checkpoint there names."""
+    """Return the folder of the engine's checkpoint: the path itself, or the folder that a framework's file names.
+
+    For a path that is neither it is the path, too: opening it says what is wrong.
+    """
     if os.path.lexists(os.path.join(checkpoint, COMMIT_NAME)):
         return checkpoint
     frameworks = [name for name, file in FILES.items() if os.path.isfile(os.path.join(checkpoint, file))]
     if os.path.isfile(checkpoint):
         frameworks.append("lightning")
     if not frameworks:
-        return checkpoint  # opening it says why it is none
-    folders = [*_folders_by_file(frameworks[0], checkpoint).values()]
+        return checkpoint
+    folders = [*_folders_by_file(frameworks[0], checkpoint).values()]  # a checkpoint is of one framework
     if len(folders) > 1:
         advice = f"it has several optimizers; give the folder of one: {', '.join(folders)}"
         raise ConfigError("CHECKPOINT", checkpoint, advice)
@@ -144,7 +150,10 @@ def _state_folder(checkpoint: str) -> str:
 
 
 def _folders_by_file(framework: str, checkpoint: str) -> dict[str, str]:
-    """Return the folder of each optimizer's state, by the name of the framework's file that names the folder."""
+    """Return the folders of the optimizers' state, each by the name of the framework's file that names the folder.
+
+    Lightning's checkpoint is one file, whose name is left empty. Optimizers that are not ours are left out.
+    """
     advice = f"give {MADE_BY[framework]}"
     if framework == "lightning":
         return {"": _state_folder_of_lightning(checkpoint, advice)}
@@ -158,7 +167,7 @@ def _folders_by_file(framework: str, checkpoint: str) -> dict[str, str]:
         raise ConfigError("CHECKPOINT", checkpoint, f"there is no {first} in it; {advice}")
     contents = {name: _load_file(file, framework) for name, file in files.items()}
     ours = {name: content for name, content in contents.items() if POINTER in content}  # others may be torch's
-    return {  # with none of ours, `_state_folder_in` raises, and says what the files are
+    return {  # without any of ours, `_state_folder_in` raises for the first file, and says what it is
         name: _state_folder_in(framework, content, files[name], checkpoint)
         for name, content in (ours or contents).items()
     }
@@ -176,9 +185,14 @@ def _state_folder_of_lightning(checkpoint: str, advice: str) -> str:
 
 
 def _folders_by_deepspeed_file(checkpoint: str) -> dict[str, str]:
-    """Return the folder of the state by the names of DeepSpeed's files, which have stubs in place of state.
+    """Return for each rank's file of DeepSpeed's, by name, the folder of the engine's checkpoint: the same for all.
 
-    A stub names the checkpoint that it goes with: a tag that was saved again since has other stubs.
+    In a tag's folder with the layout "in_place" these files are stubs. Each names the checkpoint that it belongs to,
+    which has to be the one that is there: if the tag was saved again since, the two do not go together.
+
+    Raises:
+        ConfigError: The folder is not of such a tag.
+        CheckpointError: A stub names another checkpoint.
     """
     folder = os.path.join(checkpoint, in_place.FOLDER)
     if not os.path.lexists(os.path.join(folder, COMMIT_NAME)):
@@ -201,7 +215,12 @@ def _folders_by_deepspeed_file(checkpoint: str) -> dict[str, str]:
 
 
 def _load_file(path: str, framework: str) -> dict[str, Any]:
-    """Load a framework's file, with tensors mapped from it; empty if it holds no dict."""
+    """Load a framework's file without running code in it, its tensors mapped; return {} if it holds no dict.
+
+    Raises:
+        ConfigError: Torch cannot load it. If it has objects of classes that torch does not take for safe, the error
+            names some of these.
+    """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as cause:
@@ -215,7 +234,14 @@ def _load_file(path: str, framework: str) -> dict[str, Any]:
 
 
 def _state_folder_in(framework: str, content: Any, file: str, folder: str) -> str:
-    """Return the folder of state in `folder` that the content of a framework's file names; raise if there is none."""
+    """Return the folder of state that a framework's file names; raise `ConfigError` if it names none.
+
+    Args:
+        framework: A key of `MADE_BY`, for errors.
+        content: What the file holds.
+        file: The file's path, for errors.
+        folder: The folder in which the named one lies.
+    """
     name = content.get(POINTER) if isinstance(content, dict) else None
     if name is None and isinstance(content, dict) and "param_groups" in content:
         advice = "the state in it is as torch's optimizers have it: resume from it as it is"
@@ -230,10 +256,16 @@ def _state_folder_in(framework: str, content: Any, file: str, folder: str) -> st
 
 
 def _write_state(checkpoint: str, path: Path, other_content: Mapping[str, Any] | None, progress: Progress) -> Outcome:
-    """Write the state dict of torch's own optimizer, as a file that is whole or not there at all.
+    """Write the state dict of torch's own optimizer to a file, which gets its name once it is whole.
+
+    Torch saves the file with holes for the bytes of all tensors. Then all tensors but the state are filled in
+    (`fill`), and the state piece by piece, as it is read from the checkpoint.
 
     Args:
+        checkpoint: Folder of the engine's checkpoint.
+        path: The new file.
         other_content: The other content of Lightning's file; None if the state dict is all.
+        progress: Called as state is written.
     """
     with Checkpoint(checkpoint) as opened:
         groups, names = _groups_and_names(opened)
@@ -267,9 +299,16 @@ def _write_state(checkpoint: str, path: Path, other_content: Mapping[str, Any] |
 def _empty_state(
     opened: Checkpoint, groups: list[dict[str, Any]], names: list[list[str | None]]
 ) -> tuple[dict[int, dict[str, Any]], dict[tuple[str, str], torch.Tensor]]:
-    """Number the parameters in `groups`; return the state dict's "state", with tensors that have no memory yet.
+    """Return the "state" of torch's state dict, with tensors that take no memory in place of the checkpoint's.
 
-    Also return these tensors by the names of parameter and tensor, to be filled in the file.
+    Args:
+        opened: The checkpoint.
+        groups: The parameter groups; each gets "params", the numbers of its parameters, as in torch.
+        names: Names of each group's parameters; None for a parameter without state, which only has a number.
+
+    Returns:
+        The state, by the parameters' numbers; and its flat tensors without memory, by the names of parameter and
+        tensor: their bytes are to be written to the file.
     """
     kept = kept_tensors(opened, masters=False)
     state: dict[int, dict[str, Any]] = {}
@@ -290,7 +329,8 @@ def _empty_state(
             if not step or group.get("momentum") == 0:
                 continue
             state[number] = entry = {}
-            if opened.rule_of(name).missing_step is None:  # torch's class keeps a step count
+            # `missing_step` is the count to assume where a torch class keeps none, or None if the class keeps one.
+            if opened.rule_of(name).missing_step is None:
                 entry["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
             for kind in kept[name]:
                 empty = without_memory(opened.full_numel(name))
@@ -300,7 +340,10 @@ def _empty_state(
 
 
 def _save_without_data(content: Any, file: IO[bytes]) -> None:
-    """Save with torch, without the bytes of tensors; raise the `OSError` that torch hides in a `RuntimeError`."""
+    """Save with torch, with holes for the bytes of tensors.
+
+    If the disk is full, say, torch raises a `RuntimeError` in place of the `OSError`, which is raised here.
+    """
     try:
         save_with_holes(content, file)
         file.flush()
@@ -321,7 +364,13 @@ def _check_room(folder: Path, needed: int) -> None:
 
 
 def _groups_and_names(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
-    """Return the hyperparameters and the parameters' names of all groups; None for a parameter without state."""
+    """Return a checkpoint's parameter groups: their hyperparameters, and the names of their parameters.
+
+    The name of a parameter without state is None.
+
+    Raises:
+        CheckpointError: It is of no optimizer that torch has, of ranks with state of their own, or damaged.
+    """
     metadata = opened.metadata
     kinds: Mapping[str, Any] = {kind.__name__: kind.torch_class for kind in KINDS}
     saved = metadata.get("groups")
@@ -346,9 +395,11 @@ def _groups_and_names(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[li
     members = metadata.get("members")
     if members is None:
         return groups, _names_by_group(opened, len(groups))
+    # `metadata` is that of the first rank, so the numbers in it are those of its layout.
     parameters = opened.manifests[0].layout.parameters
     try:
-        if any(number is not None and number < 0 for group in members for number in group):  # Python would take it
+        # A list takes negative indices, which are as wrong here as those that are too large.
+        if any(number is not None and number < 0 for group in members for number in group):
             raise IndexError("below 0")
         named = [[None if number is None else parameters[number].name for number in group] for group in members]
         return groups, [named[number] for number in range(len(groups))]  # raises if there are too few
@@ -357,10 +408,13 @@ def _groups_and_names(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[li
 
 
 def _names_by_group(opened: Checkpoint, group_count: int) -> list[list[str | None]]:
-    """Return each group's parameters by their layout, as older checkpoints note no members; only those with state."""
+    """Return the names of each group's parameters with state, for older checkpoints, which do not note all members.
+
+    A parameter's group is noted in the layout of the rank that saved it.
+    """
     names: list[list[str | None]] = [[] for _ in range(group_count)]
     for name in opened.names:
-        part = opened.parts(name)[0]
+        part = opened.parts(name)[0]  # all pieces of a parameter are of its group
         group = opened.manifests[part.rank].layout.parameters[part.parameter].group
         if group >= group_count:
             raise CheckpointError(f"{opened.path} is damaged: {name} is of group {group} of {group_count}")
@@ -369,7 +423,7 @@ def _names_by_group(opened: Checkpoint, group_count: int) -> list[list[str | Non
 
 
 def _from_json(value: Any) -> Any:
-    """Return a hyperparameter from JSON with its type in torch."""
+    """Return a hyperparameter from JSON with its type in torch: a marked number is a tensor, a list a tuple."""
     if isinstance(value, dict) and value.keys() == {"tensor"}:
         return torch.tensor(value["tensor"], dtype=torch.float32, device="cpu")
     return tuple(value) if isinstance(value, list) else value
@@ -381,9 +435,22 @@ def _from_json(value: Any) -> Any:
 def _write_folder(
     framework: str, folder: Path, out: Path, state_folders: Mapping[str, str], scratch: Path, progress: Progress
 ) -> list[Outcome]:
-    """Copy a framework's folder without our folders of state; files that named these get torch's state dicts.
+    """Copy a framework's folder, with the optimizers' state in the framework's own files.
 
-    All is written in `scratch`, and renamed to `out` when it is on the disk.
+    The engine's folders are not copied. Files that named them are written anew, with the state. All is written in
+    `scratch`, and renamed to `out` when it is on the disk.
+
+    Args:
+        framework: A key of `MADE_BY` whose checkpoint is a folder.
+        folder: The framework's folder.
+        out: The new folder.
+        state_folders: The engine's folders, by the names of the files that named them; for DeepSpeed in the order of
+            ranks.
+        scratch: A temporary folder beside `out`.
+        progress: Called as bytes are written.
+
+    Returns:
+        An outcome for each of these files.
     """
     made = scratch / "made"
     # What is not copied: folders of state, files that are written anew, and markers of whether the folder is whole.
@@ -423,7 +490,7 @@ def _write_folder(
             copy(str(folder / name), str(made / name))
     for directory, _, _ in os.walk(made):
         sync_directory(Path(directory))
-    os.rename(made, out)  # fails if the target has been made meanwhile
+    os.rename(made, out)  # fails if the target has been made meanwhile, unless it is an empty folder
     sync_directory(out.parent)
     return outcomes
 
@@ -431,7 +498,14 @@ def _write_folder(
 def _write_deepspeed_file(folder: str, rank: int, path: Path, progress: Progress) -> Outcome:
     """Write a rank's file in DeepSpeed's own layout, with its state.
 
-    The checkpoint's `extra` holds that file without the bytes of state (a `Frame`), and where they belong in it.
+    The engine's checkpoint has that file without the bytes of state, and where these belong in it: a `Frame`, the
+    `extra` of the rank's manifest. The file is written with holes, which then get the state, piece by piece.
+
+    Args:
+        folder: Folder of the engine's checkpoint.
+        rank: The rank that saved the file.
+        path: The new file.
+        progress: Called as state is written.
     """
     with Checkpoint(folder) as opened:
         manifest = opened.manifests[rank]

@@ -1,7 +1,8 @@
 """`offload machine`: a machine described in words, as rates and as a rates file; `offload plan` takes the same words.
 
-What the words leave open is assumed, and each assumption is told: a described machine has the rates that its data
-sheets promise, a measured one (`offload probe`) those that it keeps.
+"Words" are the command's options: --gpu rtx-4090, --host 64GiB. What they leave open is assumed, and each assumption
+is told: a described machine has the rates that its data sheets promise, a measured one (`offload probe`) those that
+it keeps.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ USUAL_CORES = 8
 PCIE_BYTES_PER_S = {3: 15.75e9, 4: 31.5e9, 5: 63e9}  # each way over 16 lanes, by generation
 USUAL_PCIE = 4
 CALL_S, OPERATION_S = 10e-6, 100e-6
+"""Seconds of `GpuRates.call_s` and `Rates.operation_s`, assumed of every described machine."""
 
 STAND_IN = "/mnt/drive"
-"""What a path is called that nobody has named, before its number."""
+"""Name of a path that nobody has named, before its number."""
 
 _SOURCES = {
     "link": "70% of what PCIe x16 moves each way: DeepSpeed's copies reach 70% on nodes with A100 and 67% with H100, "
@@ -56,6 +58,7 @@ _SOURCES = {
     "5.2), a launch of a compiled Triton kernel 9 us (GB200, vllm-project/vllm#34838)",
     "operation": "CPU time of our engine's thread on a virtual server core: 0.08 to 0.2 ms for an operation",
 }
+"""Where assumed figures are from: texts for the "source" of a rates file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ def add_machine_options(options: Any) -> None:
 
 
 def is_described(arguments: argparse.Namespace) -> bool:
-    """Return whether any word describes a machine."""
+    """Return whether any option that describes a machine (`WORDS`) is given."""
     return any(getattr(arguments, word) not in (None, []) for word in WORDS)
 
 
@@ -181,7 +184,7 @@ def _parse_size(field: str, value: str) -> int:
 
 
 def _check_order(field: str, value: str) -> None:
-    """Check that a size has not been put before its speed."""
+    """Refuse "SIZE:SPEED", which is to be written as "SPEED:SIZE"; only a speed has a slash, as in "80GB/s"."""
     size, colon, speed = value.partition(":")
     if colon and "/" in speed and "/" not in size:
         raise ConfigError(
@@ -197,7 +200,11 @@ def _parse_memory(field: str, value: str) -> Memory:
 
 
 def _parse_gpus(field: str, value: str) -> Gpus:
-    """Return what "8xh100", "24GiB" or "1TB/s:24GiB" says."""
+    """Return what "8xh100", "24GiB" or "1TB/s:24GiB" says: a card that is known by name, or a size of memory.
+
+    Names are compared without spaces, dashes and the maker's name. The error about an unknown name suggests a card
+    whose name is similar.
+    """
     counted = re.fullmatch(r"\s*(\d{1,9})\s*x\s*(.*)", value, re.ASCII | re.IGNORECASE)
     count = parse_count(field, counted[1], most=MOST_GPUS) if counted else 1
     name = (counted[2] if counted else value).strip()
@@ -237,10 +244,12 @@ def _parse_cores(field: str, value: str) -> int:
 
 
 def described(arguments: argparse.Namespace) -> RatesFile:
-    """Return what is known of a machine by the words of `add_machine_options`.
+    """Return the rates file of a machine that the options of `add_machine_options` describe.
+
+    What they leave open is assumed: `warnings` says what, and `source` where each figure is from.
 
     Raises:
-        ConfigError: A word is missing that nothing stands in for.
+        ConfigError: --host is missing, for which nothing is assumed, or options do not go together.
     """
     from offload.formats import EXACT
     from offload.measure import RatesFile
@@ -275,12 +284,15 @@ def described(arguments: argparse.Namespace) -> RatesFile:
         gpu = _gpu_rates(gpus, arguments.link, notes)
         has_flops = getattr(arguments, "flops", None) is not None  # an option of `plan` alone
         flops_per_s = _flops_per_s(gpus.card, notes, is_given=has_flops)
+        # `_gpu_count_of` reads the count from this text.
         gpu_name = f"{gpus.count} x {gpus.card.name if gpus.card else format_bytes(gpus.memory.nbytes)}"
+    # Assumed of all drives: both ways share one bandwidth. While both go on, each has half of its speed alone.
     half = "half of what it does alone: one bandwidth for both ways"
     for number, way in itertools.product(range(len(drives)), ("read", "write")):
         notes.source[f"paths[{number}].{way}_bytes_per_s"] = half
         notes.source[f"paths[{number}].{way}_alone_bytes_per_s"] = "given"
     rates = Rates(
+        # `UPDATE_MEMORY_COST`: bytes that an update moves in memory for each byte of state.
         cpu_bytes_per_s=min(cores * CORE_BYTES_PER_S, memory_bytes_per_s / UPDATE_MEMORY_COST),
         paths=tuple(
             PathRates(
@@ -308,13 +320,26 @@ def described(arguments: argparse.Namespace) -> RatesFile:
 
 @dataclass(frozen=True, slots=True)
 class _Notes:
-    """Where each figure of a described machine is from, by its name; and what was assumed, in words."""
+    """Notes on the figures of a described machine, added to as its rates are made.
+
+    Attributes:
+        source: Where each figure is from, by its name in `Rates`, such as "gpu.h2d_bytes_per_s".
+        assumed: What was assumed, each with the option that would say it.
+    """
 
     source: dict[str, str]
     assumed: list[str]
 
     def given_or_usual(self, name: str, given: float | None, usual: float, *, why: str, text: str) -> float:
-        """Return a speed that was given, else the usual one; note which, with `why` and `text` if it is assumed."""
+        """Return a speed that was given, or else the usual one, and note where it is from.
+
+        Args:
+            name: The figure's name in `source`.
+            given: Bytes a second; None if nothing was given.
+            usual: What is assumed then.
+            why: Where the usual speed is from, for `source`.
+            text: The assumption in words, for `assumed`.
+        """
         if given is not None:
             self.source[name] = f"given: {format_bytes(given)}/s"
             return given
@@ -338,7 +363,7 @@ def _gpu_rates(gpus: Gpus, link: float | None, notes: _Notes) -> GpuRates:
     usual_link = LINK_FRACTION * PCIE_BYTES_PER_S[pcie]
     text = f"a link of {usual_link / GB:.3g} GB/s each way (--link)"
     link = notes.given_or_usual("gpu.h2d_bytes_per_s", link, usual_link, why=_SOURCES["link"], text=text)
-    notes.source["gpu.d2h_bytes_per_s"] = notes.source["gpu.h2d_bytes_per_s"]
+    notes.source["gpu.d2h_bytes_per_s"] = notes.source["gpu.h2d_bytes_per_s"]  # one speed is given for both ways
     notes.source["gpu.update_bytes_per_s"] = f"{memory_source}; {_SOURCES['update']}"
     notes.source["gpu.call_s"] = _SOURCES["call"]
     notes.source["gpu.memory_bytes"] = gpus.card.source if gpus.card else "given"
@@ -384,7 +409,7 @@ def _memory_bytes_of(file: RatesFile) -> int | None:
 
 def _gpu_count_of(file: RatesFile) -> int | None:
     """Return the number of a machine's GPUs; None if its rates do not say."""
-    gpu = file.machine.get("gpu")
+    gpu = file.machine.get("gpu")  # in words, "4 x A100 40GB", of several kinds with commas between
     return sum(int(count) for count in _COUNTED.findall(gpu)) if isinstance(gpu, str) else None
 
 
@@ -393,13 +418,13 @@ class Machine:
     """Nodes, all alike, and their ranks.
 
     Attributes:
-        rates: Of a node; that of the update is of the parameters with their format of state.
-        nodes: How many there are.
-        ranks: Of each.
+        rates: The rates of a node. In a `Scenario` the CPU's rate is that for the formats of the model's state.
+        nodes: Number of nodes.
+        ranks: Number of ranks on each node.
         memory_bytes: Host memory of a node; None if that is not known.
-        gpus: Of a node; None likewise.
-        file: Where the rates are from; None if only they are known.
-        in_words: Whether the command's options describe it, so that they can describe another.
+        gpus: Number of GPUs of a node; None if that is not known.
+        file: The rates file that the rates are from; None if only they are known.
+        in_words: Whether the command's options describe it, so that advice names these options.
     """
 
     rates: Rates
@@ -439,16 +464,19 @@ class Machine:
         return known[number] if number < len(known) else {}
 
     def path_label(self, number: int) -> str:
-        """Return where a path is, or what else the rates call it; "" where they do not."""
+        """Return what the rates call a path: where it is, or words such as "NVMe of the node"; "" for nothing."""
         return str(self._path(number).get("path", ""))
 
     def path_name(self, number: int) -> str:
-        """Return what a path is called, by its number, as in the names of lanes, and where it is."""
+        """Return a path's name for people: "path 0", with its label if there is one. Lanes have the same number."""
         place = self.path_label(number)
         return f"path {number} ({place})" if place else f"path {number}"
 
     def path_place(self, number: int) -> str:
-        """Return a directory on a path; a stand-in where rates say in words what it is, or nothing."""
+        """Return the directory or bucket of a path, to be pasted into settings.
+
+        Where the rates name neither ("NVMe of the node", or nothing) it is a stand-in, such as "/mnt/drive0".
+        """
         place = self.path_label(number)
         return place if os.path.isabs(place) or urlsplit(place).netloc else f"{STAND_IN}{number}"
 
@@ -459,10 +487,10 @@ class Machine:
 
 
 def machine_of(arguments: argparse.Namespace) -> Machine:
-    """Return the machine that `offload plan` is asked about: by its rates, with what is given otherwise.
+    """Return the machine that `offload plan` is asked about: its rates, overruled by further options.
 
     Raises:
-        ConfigError: A machine cannot be like that.
+        ConfigError: The machine cannot be found, or the options do not fit it.
     """
     from offload.plan import NO_GPU
 
@@ -496,7 +524,10 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
 
 
 def _file_of(arguments: argparse.Namespace) -> RatesFile:
-    """Return the rates of the machine that is asked about: described, named, or this one."""
+    """Return the rates file of the machine: described in words, given by --rates, or of this machine if measured.
+
+    Refuses the command line if there is none of these.
+    """
     from offload.measure import default_rates_file, find_rates, has_default_rates, load_rates
 
     if is_described(arguments):
@@ -537,7 +568,8 @@ def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
     total = parse_bytes("--shared-path", size) if equals else path.each_way_bytes_per_s
     if not total:
         raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
-    share = min(1.0, total / nodes / path.each_way_bytes_per_s)  # a node gets no more than it reaches by itself
+    # The factor of the path's rates: a node gets no more than it reaches by itself.
+    share = min(1.0, total / nodes / path.each_way_bytes_per_s)
     paths = [*rates.paths]
     paths[number] = path.scaled(share)
     return replace(rates, paths=tuple(paths))
@@ -568,19 +600,19 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not is_described(arguments):
         arguments.refuse("describe a machine: --host 64GiB --gpu 24GiB --drive 3.5GB/s:2TB --cores 16")
-    found = described(arguments)
-    lines = [describe(found)]
+    rates_file = described(arguments)
+    lines = [describe(rates_file)]
     if arguments.out is not None:
         from offload.measure import save_rates
 
-        save_rates(arguments.out, found)
+        save_rates(arguments.out, rates_file)
         lines.append(f"written to {arguments.out}")
-    tell(arguments, found.to_dict(), "\n".join(lines))
+    tell(arguments, rates_file.to_dict(), "\n".join(lines))
     return 0
 
 
 def describe(found: RatesFile) -> str:
-    """Return what is known of a described machine as lines of text."""
+    """Return what is known of a described machine as lines of text: each figure with its source, then assumptions."""
     rates, machine = found.rates, found.machine
     lines = [f"{machine['cpu']}, {format_bytes(machine['memory_bytes'])} of memory, {gpu_of(machine)}"]
     lines += [f"  {name}: {value:.3g}  ({found.source[name]})" for name, value in _figures(rates.to_dict()).items()]
@@ -588,7 +620,10 @@ def describe(found: RatesFile) -> str:
 
 
 def _figures(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return every number by its name, as in `source`; zeros, which say nothing, are left out."""
+    """Return all figures in nested `values` by their names in `source`, such as "paths[0].read_bytes_per_s".
+
+    Zeros, which say nothing, are left out. `prefix` begins the names: that of the object which `values` is.
+    """
     figures: dict[str, float] = {}
     for name, value in values.items():
         if name in ("memory_cost", "at_once"):  # 1, whatever the machine, and without a source

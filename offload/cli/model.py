@@ -25,7 +25,10 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """Attention heads: of 128 elements in wide models, else of the largest power of two up to 64 that fits."""
+        """Number of attention heads. Each has 64 elements, or the largest power of two below that divides the width.
+
+        In models that are at least 2048 wide it is 128, if that divides the width.
+        """
         sizes = (128, 64, 32, 16) if self.hidden >= 2048 else (64, 32, 16)
         return self.hidden // next(size for size in sizes if self.hidden % size == 0)
 
@@ -36,7 +39,11 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """Parameters; the embedding is tied to the output and counts once."""
+        """Number of parameters.
+
+        Each layer has four attention matrices, three feed-forward matrices and two norms. The embedding, which is the
+        output layer, too, counts once; a last norm follows the layers.
+        """
         layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + (VOCABULARY + 1) * self.hidden
 
@@ -72,8 +79,12 @@ def choose_shape(target_numel: int, *, layers: int | None = None, hidden: int | 
 
 
 def _widths(target_numel: int, layers: int) -> list[int]:
-    """Return the widths around the one that meets the target; multiples of 64 where that is fine enough."""
-    exact = math.sqrt(target_numel / (12 * layers))  # a layer has about 12 hidden**2 parameters (`Shape.numel`)
+    """Return widths to try for a model of so many layers, around the one with which it has `target_numel` parameters.
+
+    They are multiples of 64, or of 16 in narrow models, where steps of 64 would be too coarse.
+    """
+    # A layer has about 12 hidden**2 parameters: 4 in attention, 3 * 8/3 in feed-forward (`Shape.numel`).
+    exact = math.sqrt(target_numel / (12 * layers))
     grain = 64 if exact >= 512 else 16
     below = max(grain, int(exact // grain) * grain)
     # Small models have much of their weight in the embedding and want to be narrower than `exact`.
@@ -81,7 +92,10 @@ def _widths(target_numel: int, layers: int) -> list[int]:
 
 
 def _distance(shape: Shape, target_numel: int) -> float:
-    """Return how far a shape is from the target's size and from the usual proportions."""
+    """Return how far a shape is from the target's size and from the usual proportions; 0 if it meets both.
+
+    Both are logarithms of ratios, so that twice and half are as far.
+    """
     size = abs(math.log(shape.numel / target_numel))
     proportion = abs(math.log(shape.hidden / shape.layers / _HIDDEN_PER_LAYER))
     # Missing the target by 10% is as bad as proportions that are off by a factor of 2.7.
@@ -89,7 +103,10 @@ def _distance(shape: Shape, target_numel: int) -> float:
 
 
 def build_model(shape: Shape, *, seq: int, dtype: torch.dtype, device: str, seed: int) -> Any:
-    """Return a model with random weights that depend on the seed, the shape, the dtype and the device only."""
+    """Return a model with random weights that depend on the seed, the shape, the dtype and the device only.
+
+    The seed becomes that of torch's global random numbers.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -102,6 +119,7 @@ def build_model(shape: Shape, *, seq: int, dtype: torch.dtype, device: str, seed
         max_position_embeddings=seq,
         tie_word_embeddings=True,
         use_cache=False,
+        # The tokens are bytes, and none is special. By default tokens 1 and 2 would begin and end a text.
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,

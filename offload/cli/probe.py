@@ -42,13 +42,15 @@ def add_parser(commands: Any) -> None:
     where = "directories to measure, one on each drive, while state is updated beside (default: no drive is measured)"
     add_value(parser, "--paths", parse_path, where, metavar="DIR", nargs="+", default=[])
     add_value(parser, "--out", parse_output, "rates file to write (default: this machine's, below ~/.cache)")
-    seconds = partial(parse_number, least=0.01, most=DAY_S, what="seconds,")
+    seconds = partial(parse_number, least=0.01, most=DAY_S, what="seconds,")  # "give seconds, from 0.01 to 86400"
     add_value(parser, "--seconds", seconds, "about how long to measure (default: 20)", metavar="S", default=20.0)
     add_output(parser, "print the file's content on stdout, and nothing else there", "no progress and no table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the file, print what was found.
+
+    A file that the user names has to be written. Where this machine's own file cannot be, rates are only shown.
 
     Raises:
         OffloadError: A value cannot be used, a path failed, or the file cannot be written.
@@ -80,7 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _can_write(file: Path, *, makes_folder: bool) -> bool:
-    """Return whether a file can probably be written when all is measured; `makes_folder`: folders are made then."""
+    """Return whether a file can probably be written, which is asked before measuring takes its time.
+
+    Its folder has to be there; with `makes_folder` one of the folders above it is enough, as the others are made.
+    """
     folder = file.parent
     while makes_folder and not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
@@ -88,12 +93,12 @@ def _can_write(file: Path, *, makes_folder: bool) -> bool:
 
 
 def _say_unkept(why: str) -> None:
-    """Say that this machine's own file cannot be had, as in a container that runs as another user."""
+    """Warn that the rates are only shown, as this machine's own file cannot be written (in a container, say)."""
     print(f"offload probe: warning: {why}: the rates are not kept; --out FILE keeps them", file=sys.stderr)
 
 
 def gpu_of(machine: Mapping[str, Any]) -> str:
-    """Return what a machine's GPU is called, in words."""
+    """Return the name of a machine's GPU, or "no GPU"; `machine` is that of a rates file."""
     name = machine["gpu"]
     return "no GPU" if name in (None, "") else str(name)
 

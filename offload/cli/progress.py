@@ -1,6 +1,6 @@
-"""Progress of long work: a bar on a terminal; elsewhere nothing, or of a run a line every few seconds for its log.
+"""Progress of long work: a bar on a terminal; elsewhere nothing or, for a log, a line every few seconds.
 
-Goes to stderr, so that stdout holds results only.
+All goes to stderr, so that stdout holds results only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Progress:
                 self._bar = tqdm(total=total, desc=title, unit=unit, dynamic_ncols=True, delay=after_s)
 
     def show(self, done: int, total: int, details: str) -> None:
-        """Show how many of all units are done, and details behind that."""
+        """Show that `done` of `total` units are done, followed by `details`.
+
+        May be called for every unit: a line is printed at most every `LINE_S` seconds, and for the last unit.
+        """
         if self._quiet:
             return
         if self._bar is not None:
@@ -52,8 +55,9 @@ class Progress:
             self._bar.update(done - self._bar.n)
             return
         now_s = time.monotonic()
-        ends = done == total and not self._after_s  # with `after_s`, short work shows nothing, its end neither
-        if now_s >= self._next_line_s or ends:
+        # The last unit's line does not wait, unless `after_s` is to keep short work from showing anything at all.
+        is_last_line = done == total and not self._after_s
+        if now_s >= self._next_line_s or is_last_line:
             self._next_line_s = now_s + LINE_S
             print(f"{self._title}: {self._unit} {done}/{total}, {details}", file=sys.stderr, flush=True)
 

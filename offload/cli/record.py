@@ -59,7 +59,7 @@ class RunRecord:
         return [row["loss"] for row in self.rows]
 
     def report_with_steps(self, notes: Sequence[str]) -> Report | None:
-        """Return the optimizer's report with the run's last steps and with notes; None if there is none."""
+        """Return `report` with notes and the last steps beside their predictions; None if `report` is None."""
         from offload.pictures.report import MOST_STEPS, Step
 
         if self.report is None:
@@ -74,7 +74,11 @@ class RunRecord:
         return replace(self.report, steps=steps, notes=[*notes])
 
     def summary(self) -> dict[str, Any]:
-        """Return medians and totals; medians are without the first step, if there are others."""
+        """Return what the run came to: totals, losses, and medians of what was measured in each step.
+
+        "lanes" has the medians of each lane by its name, "path_bytes" a list of those of each path, by its number.
+        Medians leave out the first step, which warms up, if there are others.
+        """
         if not self.rows:
             return {"steps": 0, "seconds": self.seconds}
         warm_rows = self.rows[1:] or self.rows
@@ -85,7 +89,10 @@ class RunRecord:
             return statistics.median(values) if values else None
 
         def keys_of(kind: str, ending: str) -> list[str]:
-            """Return X of the optimizer's metrics "<kind>/X/...<ending>", each once."""
+            """Return each X, once, of the last row's metrics "<kind>/X/...<ending>", such as a lane's name.
+
+            `ending` is "" for metrics with any ending.
+            """
             names = [name.removeprefix(OPTIMIZERS).split("/") for name in warm_rows[-1]]
             return list(dict.fromkeys(parts[1] for parts in names if parts[0] == kind and parts[-1].endswith(ending)))
 

@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, msgspec.ValidationError) as cause:
         raise ConfigError("RUN", str(folder), f"its {REPORT_NAME} is damaged: {cause}") from cause
     step, paths, timeline = read_timeline(folder)
+    # The default is checked, too: something that is no file may have that name.
     out = Path(arguments.out or parse_output("--out", str(folder / PAGE_NAME)))
     try:
         out.write_text(page(report, timeline, paths, step=step), encoding="utf-8")
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """Return what a run came to, as aligned lines of text."""
+    """Return the summary of a run of `offload train` (its summary.json) as aligned lines of text; see `_rows`."""
     rows = list(_rows(summary)) if summary["steps"] else []
     if summary["verdict"]:
         rows.append(("comparison", summary["verdict"]))
@@ -73,6 +74,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the table's rows about a run that has taken a step, each a title and a text."""
 
     def seconds(name: str) -> str:
+        """Return a duration of the summary in words."""
         return "unknown" if summary[name] is None else format_seconds(summary[name])
 
     yield "steps", f"{summary['steps']} in {seconds('seconds')}"
@@ -83,13 +85,14 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "forward", f"{seconds('forward_s')} (median)"
     yield "backward", f"{seconds('backward_s')} (median)"
     yield "step", f"{seconds('step_s')} (median; clipping and zero_grad included)"
-    what, predicted, measured = ("the step alone", "predicted_step_s", "optimizer_step_s")
-    if summary["predicted_iteration_s"]:  # the step is hidden in forward or backward
+    # Compared with its prediction is the step, or the whole iteration if the step is hidden in forward or backward.
+    subject, predicted_name, measured_name = ("the step alone", "predicted_step_s", "optimizer_step_s")
+    if summary["predicted_iteration_s"]:  # the step is hidden
         yield "waited", f"{seconds('waited_s')} for the step, in it and after it (median)"
-        what, predicted, measured = ("an iteration", "predicted_iteration_s", "iteration_s")
-    if summary[predicted] and summary[measured]:
-        apart = format_apart(summary[predicted], summary[measured])
-        yield "prediction", f"{seconds(predicted)} for {what}, measured {seconds(measured)}{apart}"
+        subject, predicted_name, measured_name = ("an iteration", "predicted_iteration_s", "iteration_s")
+    if summary[predicted_name] and summary[measured_name]:
+        apart = format_apart(summary[predicted_name], summary[measured_name])
+        yield "prediction", f"{seconds(predicted_name)} for {subject}, measured {seconds(measured_name)}{apart}"
     yield from _lane_rows(summary["lanes"])
     if summary["state_bytes"]:
         state, streamed = format_bytes(summary["state_bytes"]), format_bytes(summary["streamed_bytes"])
@@ -102,7 +105,10 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _lane_rows(lanes: Mapping[str, Mapping[str, float | None]]) -> Iterator[tuple[str, str]]:
-    """Yield each lane's predicted and measured seconds (medians), and which are furthest apart."""
+    """Yield a row for each lane that had work: predicted and measured seconds; and one for the lane furthest off.
+
+    `lanes` has for each lane's name the medians "predicted_s" and "measured_s"; None where they are unknown.
+    """
     apart_s = {}
     for lane in sorted(lanes, key=lane_order):
         predicted, measured = lanes[lane]["predicted_s"], lanes[lane]["measured_s"]

@@ -18,10 +18,11 @@ from offload.config import EXACT_NAMES
 from offload.errors import ConfigError, OffloadError
 
 MOST_LAYERS, MOST_MODULES = 1_000, 70_000
-"""Of a model that a configuration describes, modules and parameters together; each takes a tenth of a millisecond."""
+"""Most layers of a model that a configuration describes, and most modules and parameters together. To make the model
+without memory takes a tenth of a millisecond for each of the latter."""
 
 LOGIT_BYTES = 10
-"""Bytes that are kept of each logit: in 16 bits, its fp32 copy, and the copy's gradient."""
+"""Bytes that are kept of each logit: 2 in 16 bits, 4 of its fp32 copy, 4 of the copy's gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Shape:
     @property
     def layer_params(self) -> int:
         """Parameters of a layer."""
+        # Queries and attention's output are `hidden` wide, keys and values `shared`.
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.shared
         return attention + 3 * self.hidden * self.inner + self._small_params
 
@@ -70,7 +72,7 @@ class Shape:
 
     @property
     def rest_params(self) -> int:
-        """Parameters that no layer has: the embedding, the output layer, a norm."""
+        """Parameters outside of all layers: the embedding, the output layer, a last norm."""
         return self._embedding_params + self.hidden
 
     @property
@@ -84,11 +86,12 @@ class Shape:
         return max(self.vocabulary * self.hidden, self.hidden * self.inner)
 
     def activation_bytes(self, tokens: int, *, recompute: bool) -> int:
-        """Return about what is kept for backward, in 16 bits, where attention keeps no scores.
+        """Return about how many bytes of activations are kept for backward, if attention keeps no scores.
 
-        Of each token and layer: the input of each of two norms, its result, queries, attention's result (2 bytes each
-        for 6 widths), keys and values, and four tensors of the feed-forward layer. With recomputation a layer keeps
-        its input, and one layer at a time the rest. Logits come on top.
+        Of each token a layer keeps, in 16 bits: two norms' inputs and results, queries and attention's result (6
+        tensors of width `hidden`); keys and values (2 of `shared`); and 4 of the feed-forward layer (`inner`). With
+        recomputation every layer keeps its input alone, and the one that is being computed keeps all of these. Logits
+        come on top.
 
         Args:
             tokens: Of one rank, in a micro-step.
@@ -170,7 +173,8 @@ def parse_model(field: str, value: str) -> str:
     """Return a model's name as `MODELS` has it.
 
     Raises:
-        ConfigError: It is not known.
+        ConfigError: It is not known. The error suggests the model of the same family that is nearest in size, or else
+            one whose name is similar.
     """
     name = value.strip().lower()
     if name not in MODELS:
@@ -211,11 +215,16 @@ def model_of(arguments: argparse.Namespace, *, weights_on: str) -> Model:
 
 
 def _read_hf_config(file: str) -> tuple[int, int, Shape | None]:
-    """Return the parameters of the model that a Hugging Face configuration describes, without making it.
+    """Count the parameters of the model that a Hugging Face configuration describes.
+
+    transformers makes the model on torch's "meta" device, where parameters have shapes but no memory.
+
+    Args:
+        file: The configuration, or the folder with its config.json.
 
     Returns:
-        How many, how many of them are kept exact where others are stored in blocks, and the model's shape if it is of
-        the Llama family.
+        The number of parameters; how many of them are kept exact where others are stored in blocks; and the model's
+        shape, None if it is not of the Llama family.
     """
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, keep_exact
@@ -229,7 +238,7 @@ def _read_hf_config(file: str) -> tuple[int, int, Shape | None]:
     except ImportError as cause:
         raise OffloadError("reading a config.json needs transformers: pip install transformers") from cause
     try:
-        # Code that a configuration names is not asked for, nor whether it may run.
+        # "auto_map" names Python code of the model's own: without it transformers runs none, and does not ask to.
         config = transformers.AutoConfig.for_model(**{name: values[name] for name in values if name != "auto_map"})
         if not 0 <= (layers := getattr(config, "num_hidden_layers", 0)) <= MOST_LAYERS:
             raise ValueError(f"it has {layers} layers, and {MOST_LAYERS:,} are the most")
@@ -240,7 +249,7 @@ def _read_hf_config(file: str) -> tuple[int, int, Shape | None]:
         advice = f"transformers {transformers.__version__} makes no model of it: {cause!r}"
         raise ConfigError("--config", file, advice) from cause
     parameters = keep_exact(
-        [
+        [  # 0: of the first parameter group
             Parameter(name, parameter.numel(), DtypeCode.BFLOAT16, 0, shape=tuple(parameter.shape))
             for name, parameter in model.named_parameters()
         ],
@@ -251,7 +260,10 @@ def _read_hf_config(file: str) -> tuple[int, int, Shape | None]:
 
 
 def _shape_of(config: Any, params: int) -> Shape | None:
-    """Return the shape of a model that has as many parameters as its configuration's shape has; else None."""
+    """Return the shape that a configuration describes; None if the model is not of the Llama family.
+
+    It counts as one of the family if it has exactly as many parameters, `params`, as the shape, biased or not.
+    """
     try:
         heads = config.num_attention_heads
         head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -270,7 +282,10 @@ def _shape_of(config: Any, params: int) -> Shape | None:
 
 @contextlib.contextmanager
 def _limit_modules(count: int) -> Iterator[None]:
-    """Let torch raise `ValueError` when more than `count` modules and parameters are made in this block."""
+    """Raise `ValueError` in this block when more than `count` modules and parameters have been registered.
+
+    A configuration may ask for millions, which would take minutes to make.
+    """
     from torch.nn.modules import module
 
     numbers = itertools.count(1)

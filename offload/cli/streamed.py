@@ -41,10 +41,11 @@ def gradients_bytes(shape: Shape) -> int:
 
 
 def reduced_gradients_bytes(shape: Shape) -> int:
-    """Return the bytes of gradients that are on the GPU at once while ranks reduce those of a layer, or of a tensor.
+    """Return the bytes of gradients that are on the GPU at once while ranks reduce them.
 
-    Of the largest of these: backward's, and the copy that is reduced. The layer after it comes on top: in FSDP2 its
-    gradients, in ZeRO the bucket of a layer.
+    Ranks reduce the gradients of a layer, or of a tensor in no layer, at a time. The larger of these counts twice:
+    what backward made, and the copy that is reduced. A layer's gradients come on top: in FSDP2 those that backward
+    makes meanwhile, in ZeRO a bucket of that size.
     """
     return GRADIENT_BYTES * (2 * max(shape.layer_params, shape.largest_params) + shape.layer_params)
 
@@ -99,12 +100,12 @@ class WeightTransfers:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that one pass, or a step, reads from the drive."""
+        """Bytes of weights for which memory has no room: each pass, and each step, reads them from the drive."""
         return 0 if self.kept_bytes is None else max(0, self.weight_bytes - self.kept_bytes)
 
     @property
     def written_bytes(self) -> int:
-        """Bytes that a step writes to the drive."""
+        """Bytes that a step writes to the drive: all weights, if they lie in a file."""
         return 0 if self.kept_bytes is None else self.weight_bytes
 
     @property
@@ -113,22 +114,23 @@ class WeightTransfers:
         if self.card is None:
             return PerPass(0.0, 0.0)
         to_gpu = self.to_gpu_bytes
-        is_pinned = self.kept_bytes is None  # in host memory; a mapped file's is not
+        is_pinned = self.kept_bytes is None  # weights in host memory are pinned; those of a mapped file are not
         link = self.card.times(1.0 if is_pinned else PAGEABLE_PART)
-        # Backward copies weights to the GPU while gradients leave it; each direction slows the other.
+        # Backward copies weights to the GPU while gradients leave it; each direction slows the other. `copying`
+        # returns the mean rate of each for these bytes, in which that is counted: `alone` and `beside` are the same.
         both_ways = link.copying(to_gpu.backward, self.from_gpu_bytes)
         weights_s = to_gpu.backward / both_ways.h2d.alone
         gradients_s = self.from_gpu_bytes / both_ways.d2h.alone
         return PerPass(forward=to_gpu.forward / link.h2d.alone, backward=max(weights_s, gradients_s))
 
     def read_s(self, rates: Rates) -> float:
-        """Return the seconds that the drive reads in forward, and as many in backward."""
+        """Return the seconds for which the drive reads weights in forward; in backward they are as many."""
         if not self.missing_bytes:
             return 0.0
         return self.accumulate * self.missing_bytes / rates.paths[path_of(rates)].read.alone
 
     def step_s(self, rates: Rates) -> float:
-        """Return the seconds that the drive needs for weights in a step."""
+        """Return the seconds for which the drive reads and writes weights in a step; 0 if they lie in host memory."""
         if self.kept_bytes is None:
             return 0.0
         path = rates.paths[path_of(rates)]
@@ -169,7 +171,10 @@ class WeightTransfers:
 
 
 def _hidden_text(transfer_s: PerPass, computed_s: PerPass | None) -> str:
-    """Return in words in which passes a transfer takes longer than the pass computes; "" if that is unknown."""
+    """Return words to append to a transfer: whether the passes hide it, or which of them compute for less time.
+
+    "" if it is not known how long they compute.
+    """
     if computed_s is None:
         return ""
     longer = [name for name in PerPass._fields if getattr(transfer_s, name) > getattr(computed_s, name)]

@@ -25,7 +25,9 @@ TEXT_MAX_BYTES = 1 << 28
 """No more than this is read: the text is held in memory, and training sees a sample of it anyway."""
 
 _SNIFFED_BYTES = 8192
+"""First bytes of a file that are looked at to tell whether it is text."""
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+"""Folders in the standard library's folder that are left out: installed packages, tests, compiled files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,13 @@ class Text:
 
 
 def draw_windows(values: torch.Tensor, generator: torch.Generator, *, batch: int, seq: int) -> torch.Tensor:
-    """Return random windows of a text: int64 of shape (batch, seq + 1), each input followed by its target.
+    """Return random windows of a text, int64 of shape (batch, seq + 1).
 
-    The generator is theirs alone, so that what else draws random numbers does not change them.
+    The first `seq` columns are the model's input, the last `seq` its targets: each byte is to predict the next.
+    The generator draws nothing else, so that other uses of random numbers do not change the windows.
     """
     starts = torch.randint(len(values) - seq, (batch,), generator=generator, dtype=torch.int64, device="cpu")
-    return values.unfold(0, seq + 1, 1)[starts].long()
+    return values.unfold(0, seq + 1, 1)[starts].long()  # `unfold` gives a view of all windows: only these are copied
 
 
 def load_text(data: str | None, *, min_bytes: int) -> Text:
@@ -122,9 +125,10 @@ def _read(source: str, paths: Iterable[Path]) -> Text:
 
 
 def _read_if_text(path: Path, max_bytes: int) -> bytes:
-    """Return a file's bytes, or none if it cannot be read or does not begin like UTF-8 text."""
+    """Return the first `max_bytes` of a file, or no bytes if it cannot be read or does not begin like UTF-8 text."""
     try:
-        # A link was named by the user. As many bytes as it had: some of the system's files say 0 and never end.
+        # Links are followed: only the user can have named one, as `_files_below` yields none. No more bytes are read
+        # than the file's size says: some of the system's files have the size 0 and never end.
         with open(path, "rb", opener=partial(open_regular, follow=True)) as file:
             nbytes = min(max_bytes, os.fstat(file.fileno()).st_size)
             head = file.read(min(_SNIFFED_BYTES, nbytes))

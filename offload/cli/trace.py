@@ -29,7 +29,13 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 
 
 class _Timeline(msgspec.Struct):
-    """What a run's folder has of its last step."""
+    """The file `TIMELINE_NAME` in a run's folder, as `write_timeline` writes it.
+
+    Attributes:
+        step: Number of the run's last step.
+        paths: Where each path is, by its number.
+        operations: What the lanes did in that step: the first five fields of each `Interval`.
+    """
 
     step: _Count
     paths: Annotated[list[_Name], msgspec.Meta(max_length=MOST_LANES)]
@@ -59,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from offload.pictures.draw import draw_lanes
 
     folder = Path(arguments.run)
+    # The default is checked, too: something that is no file may have that name.
     out = Path(arguments.out or parse_output("--out", str(folder / "trace.json")))
     step, paths, timeline = read_timeline(folder)
     picture = Path(parse_output("--out", str(out.with_suffix(".png"))))
@@ -78,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_timeline(folder: Path) -> tuple[int, list[str], list[Interval]]:
-    """Return a run's last step: its number, what paths stand for, its operations.
+    """Return a run's last step: its number, where each path is, and its operations.
 
     Raises:
         ConfigError: There is no such run, or its file is damaged.
@@ -88,12 +95,12 @@ def read_timeline(folder: Path) -> tuple[int, list[str], list[Interval]]:
         raise ConfigError("RUN", str(folder), f"name a run's folder, with a {TIMELINE_NAME}: {WRITERS}")
     values = read_values("RUN", str(file))
     try:
-        found = msgspec.convert(values, _Timeline)
-        for lane, _, began_s, ended_s, _ in found.operations:
+        content = msgspec.convert(values, _Timeline)
+        for lane, _, began_s, ended_s, _ in content.operations:
             if not 0 <= ended_s - began_s < DAY_S or abs(began_s) > MOST_S:
                 raise ValueError(f"an operation of {lane} from {began_s} to {ended_s} s")
-        if (lanes := len({operation[0] for operation in found.operations})) > MOST_LANES:
+        if (lanes := len({operation[0] for operation in content.operations})) > MOST_LANES:
             raise ValueError(f"operations on {lanes:,} lanes, and {MOST_LANES} are the most")
     except (ValueError, msgspec.ValidationError) as cause:
         raise ConfigError("RUN", str(folder), f"its {TIMELINE_NAME} is damaged: {cause}") from cause
-    return found.step, found.paths, [Interval(*operation) for operation in found.operations]
+    return content.step, content.paths, [Interval(*operation) for operation in content.operations]

@@ -82,7 +82,7 @@ def run(settings: Namespace) -> int:
         except OffloadError as error:
             training.error = str(error)
             raise
-        finally:
+        finally:  # also after an error: the results so far are kept
             summary = training.write(paths)
     return _print_outcome(settings, training, summary, folder)
 
@@ -110,7 +110,16 @@ def _say(settings: Namespace, text: str) -> None:
 
 
 class _Run:
-    """The training of one invocation, its comparison if there is one, and its results."""
+    """The training of one call of the command, with its results and those of the comparison, if there is one.
+
+    Attributes:
+        settings: The parsed options.
+        main: What is recorded of the training.
+        in_memory: The same of the second training, with all state in memory; without rows if nothing is compared.
+        comparison: Of the two; None if there is none.
+        interrupted: Whether a Ctrl-C has ended the training.
+        error: Text of the error that has ended it; None if none has.
+    """
 
     def __init__(self, settings: Namespace, shape: Shape, text: Text, folder: Path, compute: Compute) -> None:
         self.settings = settings
@@ -126,10 +135,13 @@ class _Run:
         self._weights: dict[str, torch.Tensor] = {}
 
     def train(self, config: Any, record: RunRecord, metrics_name: str, title: str) -> None:
-        """Train a fresh model from the seed, into `record`, and keep a copy of its weights for a comparison.
+        """Train a model from the seed on, and keep a copy of its weights if runs are to be compared.
 
-        The file `metrics_name` in the run's folder gets a line a step; `title` is for the progress bar. Only the run
-        into `main` saves checkpoints.
+        Args:
+            config: The optimizer's `OffloadConfig`.
+            record: What gets a row for each step. Checkpoints are saved only if it is `main`.
+            metrics_name: File in the run's folder that gets a line for each step.
+            title: For the progress bar.
         """
         settings = self.settings
         started_s = time.perf_counter()
@@ -157,13 +169,13 @@ class _Run:
                         if record is self.main and self._is_saved(index + 1):
                             extra = {"step": index + 1, "batches": draws.get_state()}
                             optimizer.save_checkpoint(settings.save, extra=extra)
-                    note_metrics()
+                    note_metrics()  # of the last step: an iteration notes those of the step before
                 except BaseException:
                     with contextlib.suppress(OffloadError):  # so that an interrupted run has all its steps
                         note_metrics()
                     raise
                 if record is self.main and settings.save is not None:
-                    optimizer.wait_checkpoint()
+                    optimizer.wait_checkpoint()  # the last save goes on after its call; here its error is raised
                 if record.rows:
                     record.report = report_of(optimizer.engine, optimizer.metrics(), optimizer.plan)
         finally:
@@ -199,9 +211,10 @@ class _Run:
         """Run one iteration: forward and backward of every micro-step, then the optimizer's step.
 
         Args:
-            draws: Draws its batches.
+            draws: Generator that draws the batches.
             index: Number of steps before this one.
-            note_metrics: Called after backward, when the step before has ended, to record its metrics.
+            note_metrics: Records the metrics of the step before. Called only after backward, as that step may go on
+                until then.
 
         Returns:
             The row of `RunRecord`, without the optimizer's metrics.
@@ -246,7 +259,7 @@ class _Run:
         }
 
     def compare(self, config: offload.OffloadConfig) -> None:
-        """Train again with all state in memory and compare."""
+        """Train again with all state in memory, and compare weights and losses with those of `main`."""
         offloaded_weights = self._weights
         gc.collect()  # The first model is in reference cycles; its memory is needed now.
         self.train(config.in_memory(), self.in_memory, "metrics-in-memory.jsonl", "in memory")
@@ -254,7 +267,10 @@ class _Run:
         self._weights = {}
 
     def write(self, paths: Sequence[str]) -> dict[str, Any]:
-        """Write the summary and pictures of the steps that were taken; return the summary. `paths`: of state."""
+        """Return the summary of the run; write it, the timeline, the report and pictures if any step was taken.
+
+        `paths` are the places of state, in the order of the config's paths.
+        """
         shape, text, comparison = self._shape, self._text, self.comparison
         summary = self.main.summary()
         path_bytes = summary.pop("path_bytes", [])
@@ -299,7 +315,10 @@ class _Run:
 
 
 def _note_metrics(optimizer: Any, record: RunRecord, lines: IO[str]) -> None:
-    """Add the optimizer's metrics to the last row, and write the row, unless that is done; wait for the last step."""
+    """Wait for the last step; add the optimizer's metrics to its row, and write the row to `lines`.
+
+    Does nothing if there is no step, or its metrics have been added.
+    """
     if not record.rows or f"{OPTIMIZERS}step" in record.rows[-1]:
         return
     record.timeline = optimizer.timeline()  # waits for the step; `metrics` does not
@@ -318,6 +337,7 @@ def _learning_rate(settings: Namespace, step: int) -> float:
     if step < warmup:
         return peak * (step + 1) / warmup
     progress: float = (step - warmup) / max(1, settings.steps - warmup)  # from 0 to 1
+    # The cosine goes from 1 to -1, so the factor of the peak from 1 to 0.1.
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
@@ -344,9 +364,9 @@ def _check_memory(settings: Namespace, shape: Shape) -> None:
 
 
 def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> offload.OffloadConfig:
-    """Return the configuration asked for; without a budget, a quarter of the state stays in host memory."""
+    """Return the optimizer's config by the options; without --host-memory that budget is a quarter of the state."""
     updates_in_backward = settings.overlap in ("backward", "both", "auto")
-    # For updates in backward with weights on a GPU, gradients leave the GPU during backward.
+    # Updates in backward are the CPU's: with weights on a GPU, gradients have to leave it during backward.
     gradients_leave_gpu = updates_in_backward and not _is_host(settings.device)
     has_checkpoints = settings.save is not None or settings.resume is not None
     config = offload.OffloadConfig(
@@ -356,7 +376,7 @@ def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> 
     )
     if config.host_memory is not None:
         return config
-    # An fp32 weight is its own master.
+    # An fp32 weight is its own master, which is no state then. Sizes are bytes of one parameter.
     masters_bytes = FP32.item_bytes if settings.dtype == "fp32" else 0
     item_bytes = EXACT_ADAMW.stored_in(config.format).item_bytes - masters_bytes
     return replace(config, host_memory=int(shape.numel * item_bytes / 4))
@@ -364,9 +384,13 @@ def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> 
 
 @contextlib.contextmanager
 def _run_folder(settings: Namespace) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Make the run's folder; yield it and the paths for state; at the end remove folders that are empty."""
+    """Make the run's folder, and one for state in it if no paths are given; yield the run's folder and the paths.
+
+    At the end those of the new folders that are empty are removed, as after an error before the first step.
+    """
     if settings.output is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
+        # Numbered, as several runs may begin in one second.
         names = (f"runs/{stamp}" + (f"-{count}" if count else "") for count in range(1000))
         folder = next(path for path in map(Path, names) if not os.path.lexists(path))
     else:
@@ -375,7 +399,7 @@ def _run_folder(settings: Namespace) -> Iterator[tuple[Path, Sequence[str]]]:
             raise ConfigError("--output", settings.output, "give a folder that is new or empty")
     state = folder / "state"
     deepest = folder if settings.paths else state
-    missing = [path for path in (deepest, *deepest.parents) if not path.exists()]
+    new_folders = [path for path in (deepest, *deepest.parents) if not path.exists()]  # the deepest first
     try:
         deepest.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -383,14 +407,17 @@ def _run_folder(settings: Namespace) -> Iterator[tuple[Path, Sequence[str]]]:
     try:
         yield folder, settings.paths or [str(state)]
     finally:
-        for leftover in missing:
+        for new_folder in new_folders:
             with contextlib.suppress(OSError):
-                leftover.rmdir()  # Fails, as it should, unless the folder is empty.
+                new_folder.rmdir()  # Fails, as it should, unless the folder is empty.
 
 
 @contextlib.contextmanager
 def _reproducible(threads: int | None) -> Iterator[None]:
-    """Make torch's own operations repeatable; settings of the process are as before afterwards."""
+    """Make torch's own operations repeatable in this block, on `threads` threads (None: as many as before).
+
+    Afterwards torch's settings are as they were; the environment variable for CUDA's library stays set.
+    """
     # CUDA's matrix library reads this when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     threads_before = torch.get_num_threads()

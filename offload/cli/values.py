@@ -36,9 +36,10 @@ MAX_COUNT = 10**15
 """Nothing that is counted here is more: parameters, tokens."""
 MAX_RANKS = 10**6
 MAX_FILE_BYTES = 16 << 20
-"""Of files that are JSON; a hundred times what any has. Parsed, they take twenty times as much."""
+"""Most bytes of a JSON file that is read: a hundred times what any has. Parsed, it takes twenty times as much."""
 
 MOST_S = 100 * DAY_S
+"""Longest duration that can be given."""
 
 MAX_SHOWN = 2000
 """Most characters of an error's line."""
@@ -51,7 +52,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # So that -64GiB is a value, whose error says what is allowed, and no option.
+        # argparse takes what this matches as a value. By its own pattern -64GiB would be an unknown option. As a
+        # value it gets to its reader, whose error says what is allowed.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
@@ -60,7 +62,10 @@ class Parser(argparse.ArgumentParser):
 
 
 class _ReadAction(argparse.Action):
-    """Reads values as they are given. A `ConfigError` comes through; argparse would reword one of a `type`."""
+    """Reads the text of an option or argument by a function, whose `ConfigError` ends parsing as it is.
+
+    argparse's own way, a `type`, would catch the error, which is a `ValueError`, and print a text of its own.
+    """
 
     def __init__(self, *, reads: Callable[[str, str], Any], **rest: Any) -> None:
         super().__init__(**rest)
@@ -70,7 +75,7 @@ class _ReadAction(argparse.Action):
         self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
     ) -> None:
         """Read and note the value, or the list of values, of this option or argument; argparse calls this."""
-        name = self.option_strings[0] if self.option_strings else str(self.metavar)
+        name = self.option_strings[0] if self.option_strings else str(self.metavar)  # an argument has no such strings
         if isinstance(values, list):
             earlier = getattr(namespace, self.dest) or ()  # the option may be given several times
             result: Any = [*earlier, *(self._reads(name, value) for value in values)]
@@ -80,15 +85,15 @@ class _ReadAction(argparse.Action):
 
 
 def add_value(options: Any, name: str, reads: Callable[[str, str], Any], help: str, **more: Any) -> None:
-    """Declare an option, or an argument in capitals, that is read and checked where it is given.
+    """Declare an option ("--steps"), or a positional argument ("PATH"), with the function that reads its value.
 
     Args:
         options: A parser, or a group of one.
-        name: Such as "--steps"; or "PATH", for what has no name on the command line.
-        reads: Returns the value from the option's name and what was written, such as `parse_path`; says what `--help`
-            calls the value, too.
+        name: The option with its dashes, or the positional argument in capitals.
+        reads: Returns the value from the option's name and the text that was given, such as `parse_path`; raises
+            `ConfigError`. What `--help` calls the value depends on this function, too.
         help: What it is, for `--help`.
-        more: Further arguments of `add_argument`. Where there may be several values, they are a list.
+        more: Further arguments of `add_argument`. With `nargs="+"` the values are a list.
     """
     metavar = "N"
     if reads in (parse_bytes, parse_memory):
@@ -106,9 +111,10 @@ def add_settings(options: Any, command: str, *, defaults: bool = False, **reader
 
     Args:
         options: A parser, or a group of one.
-        command: "plan" or "train", a name of `offload.config.setting_metadata`.
-        defaults: Whether what is not given has the setting's default; else it is None.
-        readers: What reads a setting's value, where its option takes more than the setting does.
+        command: "plan" or "train"; the metadata of a setting has under this key how the command takes it (a `Flag`).
+        defaults: Whether an option that is not given has the setting's default; else it is None.
+        readers: By the setting's name, the function that reads its value, where the option takes more than the
+            setting does.
     """
     for field in settings_of(command):
         option = option_of(field.name)
@@ -165,12 +171,13 @@ def in_options(text: str, command: str) -> str:
 
 @contextmanager
 def naming_options(command: str) -> Iterator[None]:
-    """Let errors about a setting name the command's option for it instead."""
+    """Let a `ConfigError` of this block name the command's option (--host-memory) where it names a setting."""
     try:
         yield
     except ConfigError as error:
         if not any(field.name == error.field for field in settings_of(command)):
             raise
+        # The same error under another name, so it has the cause that the first one had.
         raise ConfigError(option_of(error.field), error.value, error.allowed) from error.__cause__
 
 
@@ -236,28 +243,28 @@ def parse_count(field: str, value: str, *, least: int = 1, most: int = MAX_COUNT
     Raises:
         ConfigError: It is not a count, or out of range.
     """
-    found = read_number(value)
+    digits_and_unit = read_number(value)
     number = None
-    if found is not None:
-        digits, unit = found
+    if digits_and_unit is not None:
+        digits, unit = digits_and_unit
         number = digits * _COUNT_FACTORS[unit] if unit in _COUNT_FACTORS else None
-    # It becomes an integer below, when it is known to have few digits.
+    # Checked before it is made an integer: 1e999 would have a thousand digits.
     if number is None or not least <= number <= most:
-        like = ", such as 25e6, 25M or 1.5B" if most >= MAX_COUNT else ""
-        raise ConfigError(field, value, f"{why}give a count from {least:,} to {_count_text(most)}{like}")
+        examples = ", such as 25e6, 25M or 1.5B" if most >= MAX_COUNT else ""
+        raise ConfigError(field, value, f"{why}give a count from {least:,} to {_count_text(most)}{examples}")
     return round(number)
 
 
 def parse_number(field: str, value: str, *, least: float, most: float, what: str = "a number") -> float:
-    """Return a number such as 0.5 or 1e-3; `what` is to be given, for the message.
+    """Return a number such as 0.5 or 1e-3, without a unit; the error says "give `what` from `least` to `most`".
 
     Raises:
         ConfigError: It is not a number, or out of range.
     """
-    found = read_number(value)
-    if found is None or found[1] or not Decimal(least) <= found[0] <= Decimal(most):
+    number_and_unit = read_number(value)
+    if number_and_unit is None or number_and_unit[1] or not Decimal(least) <= number_and_unit[0] <= Decimal(most):
         raise ConfigError(field, value, f"give {what} from {least:g} to {most:g}")
-    return float(found[0])
+    return float(number_and_unit[0])
 
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
@@ -269,7 +276,8 @@ def parse_seconds(field: str, value: str) -> float:
     Raises:
         ConfigError: It is none, or out of range.
     """
-    number, unit = read_number(value) or (0, "")  # what is no duration counts 0 seconds, which are refused
+    # A text that is no number, or has no unit of `_SECONDS`, counts as 0 seconds, which are refused below.
+    number, unit = read_number(value) or (0, "")
     seconds = float(number) * _SECONDS.get(unit, 0.0)
     if not 1e-6 <= seconds <= MOST_S:
         raise ConfigError(field, value, f"give a duration up to {format_seconds(MOST_S)}, such as 10s, 500ms or 2min")
@@ -330,7 +338,7 @@ def read_values(field: str, file: str) -> Any:
     from offload.tiers.filesystem import read_json  # loads native code, which not every call needs
 
     try:
-        return read_json(file, MAX_FILE_BYTES, follow=True)
+        return read_json(file, MAX_FILE_BYTES, follow=True)  # the file may be a link, as the user has named it
     except OSError as cause:
         raise ConfigError(field, file, f"it cannot be read: {cause.strerror or cause}") from cause
     except ValueError as cause:
@@ -338,5 +346,5 @@ def read_values(field: str, file: str) -> Any:
 
 
 def _count_text(count: int) -> str:
-    """Return a count for an error's text: all digits of smaller ones."""
+    """Return a count for an error's text: with all digits below ten million, else in short, such as 1e+15."""
     return f"{count:,}" if count < 10**7 else f"{count:.3g}"

@@ -1,4 +1,4 @@
-"""`offload verify`: reads a checkpoint, or all checkpoints that need a path's stores, and reports damage."""
+"""`offload verify`: reads one checkpoint, or all in a run's folder or of a path's stores, and reports damage."""
 
 from __future__ import annotations
 
@@ -59,7 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoints_of(path: str) -> list[str]:
-    """Return `path` if it is a checkpoint; else checkpoints that need the stores there, and those below it."""
+    """Return the folders to verify: `path` itself if it is a checkpoint, else those that have to do with it.
+
+    These are the checkpoints that are named by pins of stores on the path, and the folders of `_checkpoints_below`.
+
+    Raises:
+        CheckpointError: There are none; says why `path` itself is no checkpoint.
+    """
     from offload.checkpoint.contents import read_commit
     from offload.checkpoint.folder import open_folder
     from offload.checkpoint.stores import find_stores
@@ -80,7 +86,12 @@ def _checkpoints_of(path: str) -> list[str]:
 
 
 def _checkpoints_below(path: str) -> list[str]:
-    """Return our checkpoints in a run's folder, and frameworks' folders that have none, or are not whole."""
+    """Return the folders to verify in a run's folder, at most `DEPTH` below it.
+
+    A folder is one of them if it has a checkpoint of the engine (a `COMMIT`). A framework's folder also is one if its
+    save has not ended, if files are missing or of another size than was noted, or if the engine has nothing in it or
+    below it, so that the framework's files are all there is. Nothing is looked for below a folder that is one.
+    """
     from offload.checkpoint.folder import open_folder
     from offload.checkpoint.manifest import COMMIT_NAME, OWN
     from offload.checkpoint.marker import Mark, mark_in
@@ -90,27 +101,34 @@ def _checkpoints_below(path: str) -> list[str]:
     for folder, names, files in os.walk(path):
         opened = open_folder(folder)
         mark, marker = mark_in(opened)
-        is_checkpoint = mark is Mark.BEGUN or COMMIT_NAME in files
-        is_checkpoint = is_checkpoint or (mark is Mark.WHOLE and bool(find_changed(opened, marker)))
-        if marker.files and not is_checkpoint:  # unless the engine's checkpoint is below, all state is in those files
-            is_checkpoint = not any(OWN.fullmatch(name) for _, _, below in os.walk(folder) for name in below)
-        if is_checkpoint:
+        is_listed = mark is Mark.BEGUN or COMMIT_NAME in files
+        is_listed = is_listed or (mark is Mark.WHOLE and bool(find_changed(opened, marker)))
+        # Only the marker of a framework's folder names files. If the engine has files in it or below, which `OWN`
+        # matches by their names, the checkpoint there is listed in its place.
+        if marker.files and not is_listed:
+            is_listed = not any(OWN.fullmatch(name) for _, _, below in os.walk(folder) for name in below)
+        if is_listed:
             folders.append(folder)
         is_deepest = len(Path(folder).relative_to(path).parts) == DEPTH
         # In place: this is how os.walk learns which folders to enter, and in which order.
-        names[:] = [] if is_checkpoint or is_deepest else sorted(names, key=_natural_order_key)
+        names[:] = [] if is_listed or is_deepest else sorted(names, key=_natural_order_key)
     return folders
 
 
 def _natural_order_key(name: str) -> list[tuple[int, str]]:
-    """Return the key by which names are sorted, with numbers in them by their size."""
+    """Return the key that sorts names by the size of the numbers in them: step_9 before step_10."""
+    # Each part is a pair, so that numbers and text can be compared; text comes before numbers.
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
-    """Read a checkpoint whole; return a row for `--json` with its damage, or that its save was interrupted.
+    """Read a checkpoint whole, and return a row for `--json`.
 
-    Of a framework's folder in which no checkpoint of the engine can be read, its files are all that is told.
+    Returns:
+        "checkpoint" is the folder, "parameters" and "tiles" are counts of what was read, "problems" are texts about
+        damage. "interrupted" is there if the save was interrupted, or is under way: nothing is read then. "files",
+        their number, is there for a framework's folder in which no checkpoint of the engine can be read: its files
+        are not read either, but their sizes are compared with those noted in its marker.
     """
     from offload.checkpoint.contents import is_checkpoint
     from offload.checkpoint.folder import open_folder
@@ -130,15 +148,18 @@ def _verify(folder: str, *, quiet: bool) -> dict[str, Any]:
             marked = open_folder(marked_folder)
             _, marker = mark_in(marked)
             problems += find_changed(marked, marker)
-            has_own = marked_folder != folder or marked.read(COMMIT_NAME) is not None
-            if not has_own or (problems and not is_checkpoint(folder)):
+            # If the marker is in a folder above, that one is the framework's, and `folder` is the engine's checkpoint
+            # in it. If `folder` itself has the marker, it may have the framework's files alone.
+            has_checkpoint = marked_folder != folder or marked.read(COMMIT_NAME) is not None
+            # Without a checkpoint that can be read, files' sizes are all there is to verify.
+            if not has_checkpoint or (problems and not is_checkpoint(folder)):
                 row = {"checkpoint": folder, "parameters": 0, "tiles": 0, "problems": problems}
                 return {**row, "files": len(marker.files)}
         with Checkpoint(folder) as checkpoint:
             parameters = len(checkpoint.names)
             total = sum(len(manifest.tiles) for manifest in checkpoint.manifests)
             for rank, manifest in enumerate(checkpoint.manifests):
-                extra = checkpoint.extra(rank)
+                extra = checkpoint.extra(rank)  # raises if its file is missing or damaged
                 if manifest.metadata.get(MODEL_KEY):  # weights and buffers that no optimizer has were saved, too
                     SavedRest.read(checkpoint.path, checkpoint.id, rank, extra or b"").verify()
             with closing(Progress(total, title="verify", quiet=quiet, unit="tile", after_s=5.0)) as progress:

@@ -48,13 +48,15 @@ REBASE_S = 10.0
 microsecond after ten seconds and eight milliseconds after a day; and its clock drifts from the host's."""
 
 CLOCK_S = 2e-4
-"""How far apart the host's times before and after such an event may be; else another event is tried, as a busy thread
-may have kept the waiting one from going on in Python."""
+"""The host's clock is read before and after such an event. If the readings are further apart than this, another event
+is tried: a busy thread may have kept the waiting one from going on in Python."""
 
 CLOCK_TRIES = 5
+"""Most events that are tried."""
+
 CLOCK_LATE_S = 0.05
-"""If the times are further apart than this, the device was late, not Python: with one queue for all streams it had to
-do all its work first, so the event happened at the later time."""
+"""If the readings are further apart than this, the device was late, not Python: with one queue for all streams it had
+to do all its work first, so the event happened at the later reading."""
 
 
 class _Event:
@@ -64,16 +66,16 @@ class _Event:
         self.device = device
         self.lane = lane
         self.base = device.base  # what `time_s` measures from; recorded before, so that the time is not negative
-        # Events are reused: a stream that already waits for one goes on waiting for the earlier record.
+        # An event may be recorded again while a stream waits for it: the stream waits for the earlier record.
         self.unused = device.unused[timed]
         try:
             self.event = self.unused.pop()
-        except IndexError:
+        except IndexError:  # none; not asked for before, as other threads take events, too
             self.event = device.backend.event(device.device, timed)
         self.event.record(stream)
 
     def __del__(self) -> None:
-        """Let the event be recorded again; there is none if it could not be made."""
+        """Let the event be used for another mark; there is no event if it could not be made."""
         if hasattr(self, "event"):
             self.unused.append(self.event)
 
@@ -88,7 +90,7 @@ class _Event:
     def time_s(self) -> float:
         with self.device.current():
             base, base_s = self.base
-            return base_s + float(base.elapsed_time(self.event)) / 1e3
+            return base_s + float(base.elapsed_time(self.event)) / 1e3  # `elapsed_time` is in milliseconds
 
 
 class _Reporter:
@@ -100,7 +102,7 @@ class _Reporter:
     def __init__(self, device: AcceleratorDevice) -> None:
         self._device = device
         self._pending: deque[tuple[_Event, Queue, int]] = deque()
-        self._changed = threading.Condition()  # guards the two others
+        self._changed = threading.Condition()  # guards `_pending` and `_closed`
         self._closed = False
         self._thread = threading.Thread(target=self._post_reached, name="offload-gpu", daemon=True)
         self._thread.start()
@@ -112,7 +114,10 @@ class _Reporter:
             self._changed.notify()
 
     def _post_reached(self) -> None:
-        """Wait for each mark in turn and post its completion, until `close`; meanwhile renew the device's `base`."""
+        """Wait for each mark in turn and post its completion, until `close`; the work of the thread.
+
+        Before each mark, and every `REBASE_S` without one, the device's `base` is renewed if it is too old.
+        """
         device = self._device
         with contextlib.suppress(OffloadError):  # if the device has failed, each report below says so
             device.prepare_thread()
@@ -123,14 +128,14 @@ class _Reporter:
                         break  # nothing has come, and `base` is due
                 if not self._pending and self._closed:
                     return
-                first = self._pending.popleft() if self._pending else None
+                report = self._pending.popleft() if self._pending else None
             # On this thread, as it may wait for all work of the device: if all streams have one queue
             # (CUDA_DEVICE_MAX_CONNECTIONS=1).
             with contextlib.suppress(OffloadError):
                 device.rebase()
-            if first is None:
+            if report is None:
                 continue
-            mark, queue, op = first
+            mark, queue, op = report
             try:
                 mark.wait()
                 now_s = mark.time_s()
@@ -164,11 +169,12 @@ class AcceleratorDevice(Driver):
         super().__init__(device)
         with self.current():
             self._streams = self._make_streams()
+            # Between the pieces of a copy; see `copy`.
             self._pauses: dict[DeviceLane, Any] = {lane: _make_pause(self.device) for lane in LANES}
             self._kernel = device_kernel(self.device, self._streams[DeviceLane.H2D])
             name, pci_address = self.backend.describe(self.device)
             self.name = f"{self.device} ({name})"
-            self.memory_bytes = int(torch.accelerator.get_memory_info(self.device)[1])
+            self.memory_bytes = int(torch.accelerator.get_memory_info(self.device)[1])  # [0] is what is free
         self.reserve_bytes = max(LEAST_RESERVE_BYTES, self.memory_bytes // 10)
         self.node = _node_of(pci_address)
         self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
@@ -178,7 +184,7 @@ class AcceleratorDevice(Driver):
         self._reporters_lock = threading.Lock()
         self._closed = False
         with self.current():
-            self.base = self._read_clocks(self._streams[DeviceLane.PIECES])
+            self.base = self._read_clocks(self._streams[DeviceLane.PIECES])  # any lane would do: all are idle yet
         self._reporters = {DeviceLane.D2H: _Reporter(self)}  # made now, as it also renews `base`
 
     def _make_streams(self) -> dict[DeviceLane, Any]:
@@ -203,7 +209,8 @@ class AcceleratorDevice(Driver):
     def _read_clocks(self, idle: Any) -> tuple[Any, float]:
         """Record an event on an idle stream; return it with the host's monotonic time at which it happened.
 
-        It happened between two readings of the host's clock: the event with the closest ones of a few is returned.
+        The event happened between two readings of the host's clock, so its time is known the better, the closer these
+        are. A few events are tried (see `CLOCK_S`), and the one with the closest readings is returned.
         """
         best: tuple[Any, float] = None, 0.0
         best_took_s = float("inf")
@@ -215,6 +222,7 @@ class AcceleratorDevice(Driver):
             is_late = took_s >= CLOCK_LATE_S
             if took_s < best_took_s:
                 best_took_s = took_s
+                # Midway between the readings, or at the later one if the device was late.
                 best = event, before_s + (took_s if is_late else took_s / 2)
             if best_took_s < CLOCK_S or is_late:
                 break
@@ -249,7 +257,8 @@ class AcceleratorDevice(Driver):
     def allocate(self, nbytes: int, caller: Hashable = None) -> int:
         """Allocate memory by torch's allocator, to be kept or (with `caller`) borrowed; see `Device.allocate`."""
         with self.current():
-            # Freed memory is safe to use on the stream that it was allocated on; our lanes are other streams.
+            # Torch may return memory of a freed tensor, which earlier work on this stream still uses. Lanes are other
+            # streams. So that work is waited for here; for borrowed memory the lanes follow `mark_caller` instead.
             with working_on(cast(Any, caller)) if caller is not None else contextlib.nullcontext():
                 tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             if caller is None:
@@ -267,7 +276,7 @@ class AcceleratorDevice(Driver):
         """See `Device.return_borrowed`."""
         with self.current():
             for tensor in self._borrowed:
-                for stream in dict.fromkeys(self._streams.values()):
+                for stream in dict.fromkeys(self._streams.values()):  # each once: two lanes share one
                     tensor.record_stream(stream)  # torch reuses the memory after the work that is on the lane now
         self._borrowed.clear()
 
@@ -279,7 +288,11 @@ class AcceleratorDevice(Driver):
     # Order
 
     def stream(self, lane: DeviceLane) -> Any:
-        """Return the stream of a lane; the device is current."""
+        """Return the stream of a lane; the device is current.
+
+        Raises:
+            ConfigError: The lane is `CALLER`, and a CUDA graph is being captured from its stream; see `Device`.
+        """
         if lane is not DeviceLane.CALLER:
             return self._streams[lane]
         if self.backend.captures():
@@ -304,13 +317,13 @@ class AcceleratorDevice(Driver):
 
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """See `Device.follow`."""
-        if isinstance(mark, _Event):
+        if isinstance(mark, _Event):  # as all marks of this device are
             with self.current():
                 self.stream(lane).wait_event(mark.event)
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:
-        """See `Device.report`."""
-        if isinstance(mark, _Event):
+        """See `Device.report`; the thread that reports a lane's marks is started with the lane's first one."""
+        if isinstance(mark, _Event):  # as all marks of this device are
             with self._reporters_lock:
                 if mark.lane not in self._reporters:
                     self._reporters[mark.lane] = _Reporter(self)
@@ -331,6 +344,7 @@ class AcceleratorDevice(Driver):
                 target_bytes.copy_(source_bytes, non_blocking=True)
                 return
             pause_target, pause_source = self._pauses[lane]
+            # Both lists have a piece, the pause, the next piece, the pause, and so on.
             targets = [each for piece in target_bytes.unsafe_split(piece_bytes) for each in (piece, pause_target)]
             sources = [each for piece in source_bytes.unsafe_split(piece_bytes) for each in (piece, pause_source)]
             torch._foreach_copy_(targets, sources, non_blocking=True)  # one copy after the other, by one call
@@ -341,7 +355,7 @@ class AcceleratorDevice(Driver):
             self._kernel.copy_pieces(pieces)
 
     def send_table(self, table: npt.NDArray[Any]) -> Any:
-        """See `Device.send_table`."""
+        """See `Device.send_table`; it is copied on `H2D`'s stream, for work on the current stream, `UPDATE`'s."""
         with self.current(), working_on(self.stream(DeviceLane.UPDATE)):
             return self._kernel.send(table)
 
@@ -395,10 +409,13 @@ def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
         return None
     with contextlib.suppress(OSError, ValueError):
         node = int((PCI_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*pci_address) / "numa_node").read_text())
-        return node if node >= 0 else None
+        return node if node >= 0 else None  # -1: Linux knows of none
     return None
 
 
 def _make_pause(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target and source of a short kernel: of different dtypes, as no copy engine casts."""
+    """Return target and source of a copy that is done by a short kernel.
+
+    Their dtypes differ, which takes a kernel: a copy engine casts nothing.
+    """
     return torch.empty(1, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.int32, device=device)

@@ -13,8 +13,9 @@ from offload.errors import OffloadError
 
 
 class _Current:
-    """The context that `Driver.current` returns; each call enters one, and a generator would be slower."""
+    """The context that `Driver.current` returns. A generator would be slower, and every call enters a context."""
 
+    # `_switch` is torch's own context, by which the device was made current; None if it was current before.
     __slots__ = ("_index", "_name", "_switch")
 
     def __init__(self, name: str, index: int) -> None:
@@ -93,7 +94,7 @@ def raising_offload_error(name: str) -> Iterator[None]:
 
 
 def _as_offload_error(name: str, error: RuntimeError) -> OffloadError:
-    """Return the error to raise for one of torch's for a device."""
+    """Return the `OffloadError` to raise for an error of torch's about a device."""
     return OffloadError(f"{name}: {_first_line(error)}")
 
 

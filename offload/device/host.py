@@ -16,7 +16,8 @@ from offload.memory.nodes import check_free, node_bytes_of
 from offload.plan import Home, Plan
 
 SAMPLE_BYTES = 64 << 20
-"""Memory that is allocated to measure how fast that goes: it takes milliseconds, and several threads."""
+"""Memory that is allocated to measure how fast that goes: little enough to take milliseconds, and enough that several
+threads touch it."""
 
 
 class HostMemory:
@@ -36,11 +37,11 @@ class HostMemory:
         self.buffer_node: int | None = None
         self._lanes = lanes
         self._homes: dict[int, int] = {}  # address of the state at home here, by subgroup
-        self._home_arenas: list[Arena] = []  # in which these lie
+        self._home_arenas: list[Arena] = []  # in which `_homes` lie
         self._temporary_homes: dict[int, int] = {}  # see `set_temporary_homes`
         self._staging: Arena | None = None  # the staging slots
         self._slots = (0, 0)  # address of the first staging slot, and bytes of each
-        self._buffers: dict[str, tuple[int, int]] = {}  # likewise of scratch buffers, by kind
+        self._buffers: dict[str, tuple[int, int]] = {}  # address of the first scratch buffer, bytes of each; by kind
         self._weights: Arena | None = None  # the weight slots
         self._checkpoints: Arena | None = None  # the copy buffers of checkpoints, while one needs them
 
@@ -53,10 +54,11 @@ class HostMemory:
             inherit: Whether forked processes see it, copied on write; memory for a device is never mapped there.
 
         Raises:
-            OffloadError: The system has no such memory.
+            OffloadError: The system has no such memory; `InfeasiblePlanError` if the memory node has less free.
         """
         node = self.buffer_node if node is None else node
         if node is not None:
+            # The error says before these words how much the node has free.
             check_free({node: nbytes}, "free some, or lower host_memory there")
         arena = self._lanes.allocate_arena(nbytes, inherit=inherit, node=node)
         self.arenas.append(arena)
@@ -73,24 +75,27 @@ class HostMemory:
         return self._temporary_homes[subgroup] if subgroup in self._temporary_homes else self._homes[subgroup]
 
     def set_temporary_homes(self, addresses: Mapping[int, int]) -> None:
-        """Set where all state at home on the device lies in host memory while the session is parked, by subgroup."""
+        """Set where state whose home is on the device lies in host memory, by subgroup; replaces all set before.
+
+        It lies there while the session is parked, and on its way between the device and the paths.
+        """
         self._temporary_homes = dict(addresses)
 
     def temporary_home(self, subgroup: int) -> int | None:
-        """Return where a subgroup's state lies in host memory while its home on the device is freed, else None."""
+        """Return the address of a subgroup's temporary home, None if it has none; see `set_temporary_homes`."""
         return self._temporary_homes.get(subgroup)
 
     def scratch(self, nbytes: int, *, staging: bool) -> tuple[int, int]:
         """Return address and size of at least `nbytes` of memory that nothing uses between sweeps.
 
-        It is that of the staging slots if all are empty (`staging`) and it suffices, else `bounce`, which is replaced
-        by a larger one if it is too small.
+        The staging slots' memory is returned if it is large enough and all slots are empty, as the caller says by
+        `staging`. Else it is `bounce`, which is replaced by a larger arena if it is too small.
         """
         for arena in (self._staging if staging else None, self.bounce):
             if arena is not None and arena.nbytes >= nbytes:
                 return arena.address, arena.nbytes
         if self.bounce is not None:
-            self.free_arena(self.bounce)
+            self.free_arena(self.bounce)  # first, so that both are never there at once
         self.bounce = self.allocate_arena(nbytes)
         return self.bounce.address, nbytes
 
@@ -138,21 +143,21 @@ class HostMemory:
         while self._home_arenas:
             self.free_arena(self._home_arenas.pop())
         self._homes.clear()
-        self.allocate_homes(plan, Layout((), ()))
+        self.allocate_homes(plan, Layout((), ()))  # an empty layout before: all of the plan's subgroups are new
 
     def on_nodes(self) -> dict[int, tuple[int, int, int]]:
-        """Return by memory node: the bytes meant for it, how many of these lie on it now, and how many on others.
+        """Return for each memory node: bytes of arenas that belong on it, bytes of these on it now, and on others.
 
         Pages that have not been touched lie nowhere. Any thread.
         """
         totals: dict[int, tuple[int, int, int]] = {}
-        for arena in [*self.arenas]:
+        for arena in [*self.arenas]:  # a copy: the engine thread may add arenas meanwhile
             if arena.node is not None:
                 bytes_by_node = node_bytes_of(arena.address, arena.nbytes)
-                right = bytes_by_node.get(arena.node, 0)
-                wrong = sum(bytes_by_node.values()) - right
-                meant, on_it, on_others = totals.get(arena.node, (0, 0, 0))
-                totals[arena.node] = meant + arena.nbytes, on_it + right, on_others + wrong
+                here_bytes = bytes_by_node.get(arena.node, 0)
+                elsewhere_bytes = sum(bytes_by_node.values()) - here_bytes
+                meant, here, elsewhere = totals.get(arena.node, (0, 0, 0))
+                totals[arena.node] = meant + arena.nbytes, here + here_bytes, elsewhere + elsewhere_bytes
         return totals
 
     def allocate_staging(self, plan: Plan, slots: Mapping[int, int]) -> None:
@@ -166,7 +171,7 @@ class HostMemory:
         if plan.staging_slots and (old is None or plan.staging_bytes > old.nbytes):
             staging = self.allocate_arena(plan.staging_bytes)
             if old is not None:
-                for subgroup, slot in slots.items():
+                for subgroup, slot in slots.items():  # `slot_address` is that of the old slots until `place_slots`
                     nbytes = plan.layout.subgroups[subgroup].state_bytes
                     ctypes.memmove(staging.address + slot * plan.slot_bytes, self.slot_address(slot), nbytes)
                 self.free_arena(old)
@@ -175,24 +180,28 @@ class HostMemory:
         self.place_slots(address, plan.slot_bytes)
 
     def allocate_device(self, plan: Plan, before: Layout) -> None:
-        """Allocate device memory for state that `plan` adds, and host memory for weight slots and `bounce`.
+        """Allocate the device memory that `plan` adds, and host memory for weight slots and `bounce`.
+
+        Args:
+            plan: The new plan.
+            before: The present plan's layout.
 
         Raises:
-            OffloadError: The device has no room; nothing has changed then.
+            OffloadError: The device has no room; nothing has changed then. Or the system has no host memory.
         """
-        old, weights = self._weights, None
+        old_slots, new_slots = self._weights, None  # the weight slots; None: the old ones stay
         nbytes = plan.weight_slots * plan.weight_slot_bytes
-        if nbytes > (old.nbytes if old is not None else 0):
-            weights = self.allocate_arena(nbytes)
+        if nbytes > (old_slots.nbytes if old_slots is not None else 0):
+            new_slots = self.allocate_arena(nbytes)
         try:
-            self._lanes.allocate_for(plan, before, weights.address if weights is not None else 0)
+            self._lanes.allocate_for(plan, before, new_slots.address if new_slots is not None else 0)
         except OffloadError:
-            self.free_arena(weights)
+            self.free_arena(new_slots)
             raise
-        if weights is not None:
+        if new_slots is not None:
             self._lanes.wait()  # weights may still be copied from the old slots
-            self.free_arena(old)
-            self._weights = weights
+            self.free_arena(old_slots)
+            self._weights = new_slots
         if plan.bounce_bytes > (self.bounce.nbytes if self.bounce is not None else 0):
             bounce = self.allocate_arena(plan.bounce_bytes)
             self.free_arena(self.bounce)
@@ -205,11 +214,13 @@ class HostMemory:
         address = self._homes.get(subgroup.index)
         if address is not None:
             arena = self._home_arena(address)
-            with contextlib.suppress(OffloadError):  # `discard_pages` will raise the same
+            with contextlib.suppress(OffloadError):  # the park ends with `discard_pages`, which will raise it again
                 self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
 
     def touch_home(self, subgroup: int, offset: int, nbytes: int) -> None:
         """Touch the pages of a home that a path is about to read to, so that missing memory is an error here.
+
+        State at home on the GPU is read to a temporary home, whose pages are there: then nothing is done.
 
         Raises:
             OffloadError: The system does not have that much memory.
@@ -224,9 +235,10 @@ class HostMemory:
         return next(a for a in self._home_arenas if a.address <= address < a.address + a.nbytes)
 
     def discard_pages(self, kept: Iterable[tuple[int, int]]) -> int:
-        """Give the pages of all arenas back to the system, but for some ranges; addresses stay reserved.
+        """Give the pages of all arenas, except kept ranges, back to the system; arenas keep their addresses.
 
-        Nothing is in flight. Arenas are unpinned; and `allocate_bytes_per_s` is measured.
+        Nothing is in flight. All arenas are unpinned, the buffers of checkpoints are freed, and
+        `allocate_bytes_per_s` is measured.
 
         Args:
             kept: Address and size of each range whose pages stay.
@@ -241,8 +253,10 @@ class HostMemory:
         for arena in self.arenas:
             self._lanes.unpin(arena)
         for arena in self.arenas:
+            # Pages before `at` have been kept or discarded.
             at, arena_end = arena.address, arena.address + arena.nbytes
             kept_here = [(start, end) for start, end in kept_pages if at <= start < arena_end]
+            # The empty range at the arena's end stands for what lies behind the last kept one.
             for start, end in [*kept_here, (arena_end, arena_end)]:
                 if start > at:  # what lies before each range is discarded
                     arena.discard(at - arena.address, start - at)
@@ -256,18 +270,18 @@ class HostMemory:
         nbytes = min(SAMPLE_BYTES, max((arena.nbytes for arena in self.arenas), default=0))
         if nbytes:
             started_s = time.monotonic()
-            with contextlib.suppress(OffloadError):  # if memory is short by now, the last measurement stays
+            with contextlib.suppress(OffloadError):  # if memory is short, the last measurement stays
                 sample = self._lanes.allocate_arena(nbytes, node=self.buffer_node)
                 try:
-                    sample.touch()
+                    sample.touch()  # without a device nobody has touched it yet
                     self.allocate_bytes_per_s = nbytes / (time.monotonic() - started_s)
                 finally:
                     self._lanes.free_arena(sample)
 
     def restore_pages(self) -> None:
-        """Undo `discard_pages`, but for content: pin all arenas, and touch the staging slots by several threads.
+        """Undo `discard_pages`, except that content is lost: pin all arenas, and touch the staging slots.
 
-        Homes are touched as they are read to: see `touch_home`.
+        Without a device nothing is pinned, and homes are touched as they are read to: see `touch_home`.
         """
         for arena in self.arenas:
             self._lanes.pin(arena)

@@ -48,7 +48,7 @@ LEAST_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An operation on a lane of the GPU, for timelines."""
+    """An operation on a lane of the GPU, for timelines, with the marks before and after its work on the lane."""
 
     lane: str
     subgroup: int
@@ -114,16 +114,18 @@ class GpuLanes(Lanes):
         self._queue = queue
         self._plan: Plan | None = None
         self._slots = Block()
-        # By staging slot. State at home on the GPU has none: None is asked for, and never there.
+        # By staging slot. State at home on the GPU has no slot: None is looked up for it, and never finds anything.
         self._ready: dict[int | None, Mark] = {}  # after the copy of state into the slot
-        self._tables: dict[int | None, Any] = {}  # of updates whose state is being copied into it
-        self._updated: dict[int, Mark] = {}  # after the last update in it
+        self._tables: dict[int | None, Any] = {}  # of the updates of state that is copied into the slot
+        self._updated: dict[int, Mark] = {}  # after the last update in the slot
         self._weights = weights
         self._weights_address = 0  # of the first weight slot
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}  # copies of new weights, by subgroup
         self._written: dict[int, tuple[Mark, ...]] = {}
-        """After a subgroup's new weights are on the device; those from host memory have left it at the first mark."""
-        self._inputs: dict[int, tuple[Mark, ...]] = {}  # after the copies of gradients that a subgroup's run reads
+        """By subgroup: once all marks are reached, its new weights are in place on the device. Weights that the CPU
+        has made have left host memory once the first mark is reached."""
+        self._inputs: dict[int, tuple[Mark, ...]] = {}
+        """By subgroup: once all its marks are reached, its run can read its gradients."""
 
     # What there is of memory
 
@@ -140,39 +142,45 @@ class GpuLanes(Lanes):
             home_bytes = free_bytes - staging_bytes
             useful_bytes = min(home_bytes, layout.state_bytes)
             allocated_bytes = self._try_bytes(useful_bytes, beside=staging_bytes)
-            if allocated_bytes != useful_bytes:  # else all that is free is offered, though only that much was tried
+            # If that succeeded, all that is free is offered, though no more than all state was tried.
+            if allocated_bytes != useful_bytes:
                 home_bytes = allocated_bytes
         elif not self.borrows:  # borrowed memory has no homes
             home_bytes = int(home_memory)
         return Offer(on_gpu=True, gpu_bytes=home_bytes, gpu_staging_bytes=staging_bytes)
 
     def with_staging(self, budgets: Budgets, layout: Layout) -> Budgets:
-        """Return budgets whose staging slots fit a larger layout, as far as GPU memory is free."""
+        """Return budgets with enough staging memory for a larger layout, as far as GPU memory is free; never less."""
         staging_bytes = self._staging_bytes(layout) if self._has_staging else 0
         return dataclasses.replace(budgets, gpu_staging_bytes=max(budgets.gpu_staging_bytes, staging_bytes))
 
     def usable_bytes(self, layout: Layout) -> int:
-        """Return the bytes of free memory that state may use, without the reserve and buffers for small tensors."""
+        """Return the bytes of free memory that state may use, without the reserve and buffers for small pieces."""
         buffers = PIECE_BUFFERS * piece_buffer_bytes(layout.subgroups)
         return max(0, self.device.free_bytes() - self.device.reserve_bytes - buffers)
 
     def _staging_bytes(self, layout: Layout) -> int:
-        """Return the bytes of free memory that staging slots for a layout may use."""
+        """Return the bytes of free memory that staging slots for a layout may use.
+
+        Slots that are allocated for good are at most `GPU_STAGING_SLOTS`; slots that are borrowed, as many as fit.
+        """
         slot_bytes = max(layout.subgroup_bytes, default=0)
         usable_bytes = self.usable_bytes(layout)
         if not self.borrows:
             return min(GPU_STAGING_SLOTS * slot_bytes, usable_bytes)
         # Each slot is tried alone, as a step allocates them one by one, also from memory cached for activations.
+        # (A layout without subgroups has slots of 0 bytes.)
         most = min(len(layout.subgroups), (usable_bytes + self.device.cached_bytes()) // max(slot_bytes, 1))
         return slot_bytes * self._try_count(slot_bytes, most)
 
     def _try_bytes(self, nbytes: int, beside: int = 0) -> int:
-        """Return `nbytes`, halved until the device can allocate it as one piece, and another piece of `beside` bytes.
+        """Return how much of `nbytes` the device can allocate as one piece, beside another piece of `beside` bytes.
 
-        The memory is freed again, but torch's allocator keeps it for this process.
+        `nbytes` is halved until it succeeds; below `LEAST_BYTES` the result is 0. The memory is freed again, but
+        torch's allocator keeps it for this process.
         """
         with contextlib.ExitStack() as ends:
-            self._allocate(beside, ends)
+            self._allocate(beside, ends)  # which has been tried before, so there is room
             while nbytes >= LEAST_BYTES:
                 try:
                     self._allocate(nbytes, ends)
@@ -183,7 +191,7 @@ class GpuLanes(Lanes):
         return 0
 
     def _try_count(self, nbytes: int, most: int) -> int:
-        """Return how many pieces of `nbytes` the device can allocate at once, up to `most`."""
+        """Return how many pieces of `nbytes` the device has room for at once, up to `most`; all are freed again."""
         with contextlib.ExitStack() as ends:
             for count in range(most):
                 try:
@@ -206,29 +214,32 @@ class GpuLanes(Lanes):
         Raises:
             OffloadError: The device has no room; nothing has changed then.
         """
-        subgroups = plan.layout.subgroups[len(before.subgroups) :]
-        added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
+        new_subgroups = plan.layout.subgroups[len(before.subgroups) :]
+        at_home = [subgroup for subgroup in new_subgroups if plan.at_home_on_gpu(subgroup.index)]
         slots_bytes = self.missing_bytes(plan)
         needs_larger = plan.piece_buffer_bytes > self.pieces.buffer_bytes and not self.borrows
-        pieces_bytes = PIECE_BUFFERS * plan.piece_buffer_bytes if needs_larger else 0
+        buffers_bytes = PIECE_BUFFERS * plan.piece_buffer_bytes if needs_larger else 0
         # All three at once, before anything changes: if there is no room, the session goes on as it was.
-        homes, slots, pieces = self.memory.allocate(sum(s.state_bytes for s in added), slots_bytes, pieces_bytes)
+        homes, slots, buffers = self.memory.allocate(sum(s.state_bytes for s in at_home), slots_bytes, buffers_bytes)
         offset = 0
-        for subgroup in added:
+        for subgroup in at_home:
             self.homes[subgroup.index] = BlockPlace(homes, offset)
             offset += subgroup.state_bytes
         if slots.nbytes:
-            self.wait()  # updates are reported as done when they are enqueued
+            self.wait()  # updates are reported as done when they are enqueued, so some may still use the old slots
             self.memory.free(self._slots)
             self._slots = slots
-        if pieces.nbytes:
-            self.wait()
-            self.memory.free(self.pieces.replace_buffers(pieces))
+        if buffers.nbytes:
+            self.wait()  # likewise
+            self.memory.free(self.pieces.replace_buffers(buffers))
         if weight_slots:
             self._weights_address = weight_slots
 
     def missing_bytes(self, plan: Plan) -> int:
-        """Return the device memory that `allocate_for` allocates for staging slots, before it frees the old ones."""
+        """Return the bytes that `allocate_for` allocates for staging slots; 0 if the present ones are large enough.
+
+        They come beside the present slots, which are freed afterwards. Borrowed slots are not allocated there.
+        """
         slots_bytes = plan.gpu_staging_bytes
         return slots_bytes if slots_bytes > self._slots.nbytes and not self.borrows else 0
 
@@ -251,33 +262,41 @@ class GpuLanes(Lanes):
         if not self.borrows:
             return None
         plan = self._known_plan
+        # Before the slots, which may take all that is left: without buffers every small piece is a copy of its own.
         self.borrow_buffers(self.caller)
-        left_bytes = self.device.free_bytes() + self.device.cached_bytes()
+        available_bytes = self.device.free_bytes() + self.device.cached_bytes()
         while len(self._borrowed_slots) < plan.gpu_slots:
             try:
-                if left_bytes < plan.gpu_slot_bytes:  # an allocation that fails empties torch's cache
-                    raise OffloadError(f"{format_bytes(left_bytes)} are left")
+                # What cannot succeed is not tried, as an allocation that fails empties torch's cache.
+                if available_bytes < plan.gpu_slot_bytes:
+                    raise OffloadError(f"{format_bytes(available_bytes)} are left")
                 self._borrowed_slots.append(self.device.allocate(plan.gpu_slot_bytes, self.caller))
             except OffloadError as error:
                 self._note_shortage(len(self._borrowed_slots), plan.gpu_slots, error)
                 break
-            left_bytes -= plan.gpu_slot_bytes
+            available_bytes -= plan.gpu_slot_bytes
         self.follow_borrowed(self.caller)
         buffers_bytes = PIECE_BUFFERS * self.pieces.buffer_bytes
         self.borrowed_bytes = len(self._borrowed_slots) * plan.gpu_slot_bytes + buffers_bytes
         return len(self._borrowed_slots)
 
     def borrow_buffers(self, caller: Hashable) -> None:
-        """Borrow buffers for small pieces unless they are there; without room pieces are copied one by one."""
+        """Borrow buffers for small pieces, in the order of a caller's stream, unless they are there.
+
+        If there is no room for them, pieces are copied one by one.
+        """
         nbytes = PIECE_BUFFERS * self._known_plan.piece_buffer_bytes
         if nbytes and not self.pieces.buffer_bytes:
-            left_bytes = self.device.free_bytes() + self.device.cached_bytes()
-            if left_bytes >= nbytes:
+            available_bytes = self.device.free_bytes() + self.device.cached_bytes()
+            if available_bytes >= nbytes:
                 with contextlib.suppress(OffloadError):
                     self.pieces.replace_buffers(Block(nbytes, self.device.allocate(nbytes, caller)))
 
     def follow_borrowed(self, caller: Hashable) -> None:
-        """Make all lanes wait for work that a caller enqueued before memory was borrowed on its stream."""
+        """Make all lanes wait for what is on a caller's stream now, after memory was borrowed on that stream.
+
+        The memory may be that of a freed tensor, which earlier work on the stream still uses. See `Device.allocate`.
+        """
         mark = self.device.mark_caller(caller)
         for lane in LANES:
             self.device.follow(lane, mark)
@@ -290,7 +309,7 @@ class GpuLanes(Lanes):
             self.device.return_borrowed()
 
     def _note_shortage(self, count: int, planned: int, error: OffloadError) -> None:
-        """Count a step that finds less memory than planned; log the first, the second, the fourth, and so on."""
+        """Count a step that finds less memory than planned; log the first, the second, the fourth, the eighth, ..."""
         self._shortages += 1
         is_power_of_two = self._shortages.bit_count() == 1
         if is_power_of_two:
@@ -310,7 +329,7 @@ class GpuLanes(Lanes):
         self._plan = plan
 
     def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> None:
-        """Allocate device memory, unless `nbytes` is 0; `undo` frees it."""
+        """Allocate device memory, unless `nbytes` is 0; it is freed when `undo` ends."""
         if nbytes:
             undo.callback(self.device.release, self.device.allocate(nbytes))
 
@@ -333,11 +352,11 @@ class GpuLanes(Lanes):
         return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
 
     def allocate_arena(self, nbytes: int, *, inherit: bool = False, node: int | None = None) -> Arena:
-        """Return host memory, pinned for the device as far as the system allows.
+        """Return host memory for work of the device, pinned as far as the system allows.
 
         Its pages are touched first, by many threads: pinning would touch them by one, and all on that thread's node.
-        Forked processes never see the memory, whatever `inherit` says: a page written to after a fork would be
-        another than the pinned one.
+        Forked processes never see the memory, whatever `inherit` says: a write after a fork would replace the page by
+        a copy, and the device would go on with the pinned one.
         """
         arena = Arena(nbytes, node=node)
         try:
@@ -387,15 +406,22 @@ class GpuLanes(Lanes):
     # Around the caller's work; on the caller's thread
 
     def follow_caller(self) -> None:
-        """Make the lanes of a step wait for all work that the caller has enqueued so far."""
+        """Make the lanes of a step wait for all work that the caller has enqueued so far.
+
+        Where memory is borrowed, note the caller's stream, too: the step borrows on it.
+        """
         mark = self.device.mark(DeviceLane.CALLER, timed=False)
         if self.borrows:
             self.caller = self.device.caller()
+        # Not `GRADIENTS`: that lane is made to follow the caller wherever a gradient is handed over.
         for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.PIECES, DeviceLane.LEAVING):
             self.device.follow(lane, mark)
 
     def order_caller(self) -> None:
-        """Make work that the caller enqueues from now on wait for new weights and state."""
+        """Make work that the caller enqueues from now on wait for new weights and state that are on lanes now.
+
+        Updates write them (`UPDATE`), or copies to the device (`H2D`), whose small pieces are scattered (`PIECES`).
+        """
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
             self.device.follow(DeviceLane.CALLER, self.device.mark(lane, timed=False))
 
@@ -415,7 +441,7 @@ class GpuLanes(Lanes):
         return tensors
 
     def wake(self, after: Mark | None = None) -> None:
-        """If `wakes`, wake the engine thread to look for arrived gradients, now or after a timed mark."""
+        """If `wakes`, wake the engine thread to look for arrived gradients: at once, or `after` a timed mark."""
         if not self.wakes:
             return
         if after is None:
@@ -426,7 +452,11 @@ class GpuLanes(Lanes):
     # Operations
 
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
-        """Put a copy on a lane (`H2D`: to the device, else from it), cut where pinned chunks end; any thread."""
+        """Put a copy on a lane: on `H2D` to the device, on all others from it; any thread.
+
+        It is cut where pinned chunks of host memory end. While a step goes on beside the caller's work, it is also
+        cut into pieces, so that copies of the caller's get in between.
+        """
         host_address = source if lane is DeviceLane.H2D else target
         piece_bytes = HIDDEN_PIECE_BYTES if self.is_hidden else 0
         for offset, size in self.pinned.whole_copies(host_address, nbytes):
@@ -440,13 +470,19 @@ class GpuLanes(Lanes):
         return bounce
 
     def save(self, target: int, source: int, nbytes: int) -> Mark:
-        """Enqueue a copy to host memory after the caller's work; return the mark after its last read."""
+        """Enqueue a copy to host memory, after the caller's work; return the mark after the copy.
+
+        Once the mark is reached, nothing reads the source any more.
+        """
         self.device.follow(DeviceLane.LEAVING, self.device.mark(DeviceLane.CALLER, timed=False))
         self.copy(DeviceLane.LEAVING, target, source, nbytes)
         return self.device.mark(DeviceLane.LEAVING)
 
     def restore(self, target: int, source: int, nbytes: int) -> Mark:
-        """Enqueue a copy from host memory after that of `save`, and make the caller's later work wait for it."""
+        """Enqueue a copy back from host memory, where `save` has copied to; return the mark after it.
+
+        The caller's later work waits for the copy.
+        """
         for lane in (DeviceLane.CALLER, DeviceLane.LEAVING):  # after the target's earlier uses, and after `save`
             self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))
         self.copy(DeviceLane.H2D, target, source, nbytes)
@@ -455,15 +491,17 @@ class GpuLanes(Lanes):
         return mark
 
     def copy_in(self, operation: Transfer, host_address: int, table: npt.NDArray[Any], due_s: float) -> None:
-        """Enqueue copies of the table of a subgroup's update, and of its state to a staging slot; report at once.
+        """Enqueue copies of a subgroup's state to a staging slot, and of its update's table; report at once.
 
-        The copy of the slot's former content to the host, if any, has ended.
+        The copy of the slot's former content to the host, if any, has ended. Table and mark are kept for
+        `enqueue_update`, which takes them.
         """
         slot, nbytes = operation.transfer_slot, operation.nbytes
-        updated = self._updated.get(slot)
-        if updated is not None:  # an update that changed nothing is not copied out, so nobody has waited for it
-            self.device.follow(DeviceLane.H2D, updated)
-        self._tables[slot] = self.device.send_table(table)
+        last_update = self._updated.get(slot)
+        # State that its update has not changed is not copied out, so nobody may have waited for that update.
+        if last_update is not None:
+            self.device.follow(DeviceLane.H2D, last_update)
+        self._tables[slot] = self.device.send_table(table)  # before the state: see `Device.send_table`
         began = self.device.mark(DeviceLane.H2D)
         self.copy(DeviceLane.H2D, self._slot_address(slot), host_address, nbytes)
         self._ready[slot] = self.device.mark(DeviceLane.H2D)
@@ -471,23 +509,24 @@ class GpuLanes(Lanes):
         self._post(operation.op)
 
     def enqueue_update(self, operation: RunVisit, table: npt.NDArray[Any] | None, due_s: float) -> None:
-        """Enqueue a subgroup's update on the device, with the table that `copy_in` has sent, or with `table`.
+        """Enqueue a subgroup's update on the device, and report it as done at once.
 
-        It is reported as done at once.
+        The update's table is `table`, or the one that `copy_in` has sent with the state. The mark after the update is
+        noted for whatever follows it: `copy_out`, the slot's next `copy_in`, and readers of the new weights.
         """
         subgroup, slot = operation.visit.subgroup, operation.transfer_slot
-        copied, sent = self._ready.pop(slot, None), self._tables.pop(slot, None)
-        if copied is not None:  # fresh state is not copied
+        copied, sent_table = self._ready.pop(slot, None), self._tables.pop(slot, None)
+        if copied is not None:  # else the state is at home here, or fresh: it is not copied
             self.device.follow(DeviceLane.UPDATE, copied)
         if table is not None:
-            sent = self.device.send_table(table)
+            sent_table = self.device.send_table(table)
         for mark in self._inputs.get(subgroup, ()):
             self.device.follow(DeviceLane.UPDATE, mark)
         began = self.device.mark(DeviceLane.UPDATE)
-        if sent is not None:
-            self.device.update(sent)
+        if sent_table is not None:  # else it changes no segment: see `DeviceKernel.send`
+            self.device.update(sent_table)
         ended = self.device.mark(DeviceLane.UPDATE)
-        self._written[subgroup] = (ended,)
+        self._written[subgroup] = (ended,)  # the update has written the new weights, too
         if operation.transfer_slot is not None:
             self._updated[operation.transfer_slot] = ended
         self._note_timed("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
@@ -534,7 +573,7 @@ class GpuLanes(Lanes):
     def fetch_weights(self, operation: Transfer, due_s: float) -> None:
         """Copy a subgroup's weights from the device to their slot; report the operation when they are there."""
         copies = self._weight_copies(operation.subgroup, operation.transfer_slot)
-        self.order_after_sent(operation.subgroup)
+        self.order_after_sent(operation.subgroup)  # else the weights before the last step's might be read
         began = self.device.mark(DeviceLane.LEAVING)
         self.pieces.to_host(copies, lane=DeviceLane.LEAVING)
         ended = self.device.mark(DeviceLane.LEAVING)
@@ -547,37 +586,45 @@ class GpuLanes(Lanes):
         self._post(operation.op)
 
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
-        """Enqueue copies of a subgroup's new weights to the device: rows of `Tables.weight_copies`."""
+        """Enqueue copies of a subgroup's new weights to the device: rows of `Tables.weight_copies`.
+
+        Their marks are noted for whatever has to follow them: `await_sent`, `order_after_sent`, `await_push`,
+        `order_caller_after`.
+        """
         began = self.device.mark(DeviceLane.H2D)
         scatters = self.pieces.to_device(copies)
         ended = self.device.mark(DeviceLane.H2D)
         marks = [ended]
-        if scatters:
+        if scatters:  # small weights lie in a buffer after the copy, and in their places after the scattering
             marks.append(self.device.mark(DeviceLane.PIECES, timed=False))
         self._written[subgroup] = tuple(marks)
         self._note_timed("h2d", subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def await_sent(self, subgroup: int) -> None:
-        """Make a subgroup's next run on the CPU wait also until its last new weights have left host memory."""
+        """Make a subgroup's next run on the CPU wait also until its last new weights have left host memory.
+
+        The run writes its own new weights to the same place.
+        """
+        # Of the marks of `_written`, the first says that.
         self._inputs[subgroup] = (*self._inputs.get(subgroup, ()), *self._written.get(subgroup, ())[:1])
 
     def order_after_sent(self, subgroup: int) -> None:
-        """Order later copies from the device after the copies of a subgroup's last new weights to the device."""
+        """Let later copies from the device wait until a subgroup's last new weights are in place there."""
         for mark in self._written.get(subgroup, ()):
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                 self.device.follow(lane, mark)
 
     def await_push(self, operation: AwaitPush) -> None:
-        """Report when a subgroup's new weights have left their slot."""
-        pushed = self._written[operation.subgroup][0]
-        self.device.report(pushed, self._queue, operation.op)
+        """Report when a subgroup's new weights have left their slot, which is then free for other weights."""
+        sent_mark = self._written[operation.subgroup][0]  # the first says that; see `_written`
+        self.device.report(sent_mark, self._queue, operation.op)
 
     # Gradients that the CPU needs
 
     def fetch_gradients(self, visit: Visit, marks: Sequence[Mark], copies: Pieces, gap_bytes: int) -> None:
-        """Copy a visit's gradients to the host if the CPU updates, and make its run wait for all its gradients.
+        """Make a visit's run wait for all its gradients; if the CPU updates, first enqueue their copies to the host.
 
-        The copies have a lane of their own: on the lane of state (`D2H`) they would wait for updates not begun yet.
+        The copies are on lane `LEAVING`: on the lane of state (`D2H`) they would wait for updates not begun yet.
 
         Args:
             visit: The visit.
@@ -587,7 +634,7 @@ class GpuLanes(Lanes):
         """
         if visit.gpu:
             self._inputs[visit.subgroup] = tuple(marks)
-        elif marks or len(copies):
+        elif marks or len(copies):  # else no gradient is on its way: the run waits for none
             began, due_s = self.device.mark(DeviceLane.LEAVING), time.monotonic()
             self.pieces.to_host(copies, gap_bytes, DeviceLane.LEAVING)
             ended = self.device.mark(DeviceLane.LEAVING)
@@ -596,11 +643,17 @@ class GpuLanes(Lanes):
                 self._note_timed("d2h", visit.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def inputs_mark(self, subgroup: int) -> Mark | None:
-        """Return a mark that a run on the CPU still has to wait for; None if all its gradients are in host memory."""
+        """Return the first mark that a run on the CPU still has to wait for; None if it need not wait.
+
+        It waits for its gradients to be in host memory; after `await_sent` also for its last weights to have left.
+        """
         return next((mark for mark in self._inputs.get(subgroup, ()) if not mark.reached()), None)
 
     def report_inputs(self, subgroup: int, op: int) -> bool:
-        """Report `op` once the gradients of a run on the CPU are in host memory; if they are, only return False."""
+        """Report `op` when a mark is reached that a run on the CPU still waits for; return whether there is one.
+
+        Without such a mark nothing is reported.
+        """
         mark = self.inputs_mark(subgroup)
         if mark is not None:
             self.device.report(mark, self._queue, op)
@@ -620,7 +673,7 @@ class GpuLanes(Lanes):
         """
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
             mark = self.device.mark(lane, timed=False)
-            for other in (DeviceLane.D2H, DeviceLane.PIECES):
+            for other in (DeviceLane.D2H, DeviceLane.PIECES):  # which copy large pieces, and gather small ones
                 self.device.follow(other, mark)
         self.pieces.to_host(copies)
         self.device.mark(DeviceLane.D2H, timed=False).wait()

@@ -61,7 +61,7 @@ class DeviceMemory:
         return blocks
 
     def free(self, block: Block) -> None:
-        """Free a block for good."""
+        """Free a block for good; one of 0 bytes, which has no memory, is ignored."""
         if block.nbytes:
             self._blocks.remove(block)
             self._device.release(block.address)
@@ -89,6 +89,6 @@ class DeviceMemory:
                 address = self._device.allocate(block.nbytes)
                 undo.callback(self._device.release, address)
                 addresses.append(address)
-            undo.pop_all()
+            undo.pop_all()  # all are there: none is released
         for block, address in zip(blocks, addresses, strict=True):
             block.address = address

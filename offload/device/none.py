@@ -25,11 +25,11 @@ from offload.protocols import Device, DeviceLane, Mark
 
 
 def nothing(*work: Any, **options: Any) -> None:
-    """Do nothing; stands for methods that order a device's work, or allocate or keep its memory."""
+    """Do nothing; stands for a method that has something to do with a device only, such as ordering its lanes."""
 
 
 def never(*of: Any) -> bool:
-    """Return False; stands for methods that ask whether a device has something to wait for or to keep."""
+    """Return False; stands for a method that asks what only a device can have, such as something to wait for."""
     return False
 
 
@@ -73,11 +73,11 @@ class Lanes:
         cores_beside: Cores that update threads leave free for the threads that drive the device.
         pins: Whether host memory is pinned, and so allocated all at once.
         names: The lanes in timelines and metrics.
-        given_up: Whether to stop touching memory that is being allocated, as it is not needed any more.
+        given_up: Whether the session is being closed: memory that is being allocated is then not touched any more.
         wakes: Whether to wake the engine thread when gradients have come to host memory during backward.
         is_hidden: Whether a step goes on beside the caller's work: copies are cut, so that the caller's get a turn.
         memory: The session's memory on the device.
-        bounces: Buffers of host memory through which gradients pass on their way to gradient buffers.
+        bounces: Number of host buffers that gradients of a device pass through on their way to gradient buffers.
         homes: The place of each subgroup's state at home on the device.
     """
 
@@ -157,7 +157,7 @@ class Lanes:
         return ()
 
     def image(self, transfer_slot: int | None) -> int | None:
-        """Return the address of a weight slot; here None, as the weights themselves are in host memory."""
+        """Return the address of a weight slot; here None: updates write the weights themselves, in host memory."""
         return None
 
     def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:

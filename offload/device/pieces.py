@@ -41,9 +41,10 @@ class _Buffer:
 
     place: BlockPlace
     used: Mark | None = None
-    """After the last work in the buffer."""
+    """The mark after the last work in the buffer; None before there was any."""
     is_noted: bool = True
-    """Whether `used` is up to date; not if an interrupt or an error came between `_next_buffer` and `note_used`."""
+    """Whether `used` is up to date. It is not from `_next_buffer` until `note_used`, and stays so if an interrupt or
+    an error comes in between."""
 
     def note_used(self, mark: Mark) -> None:
         """Note the mark after all work in the buffer."""
@@ -99,7 +100,7 @@ class PieceCopies:
         """Copy pieces to the device on lane `H2D`; small ones are then scattered on lane `PIECES`.
 
         Args:
-            pieces: The pieces; in host memory, gaps of less than `PIECE_ALIGNMENT` between small ones are read, too.
+            pieces: The pieces. In host memory, gaps below `PIECE_ALIGNMENT` between small ones are read with them.
 
         Returns:
             Whether any pieces are scattered, so that their readers have to follow lane `PIECES`.
@@ -109,13 +110,13 @@ class PieceCopies:
             alone, rounds = self._arrange(pieces, PIECE_ALIGNMENT)
             for target, source, nbytes in alone.tolist():
                 self._lanes.copy(lane, target, source, nbytes)
-            for each in rounds:
+            for round_ in rounds:
                 buffer = self._next_buffer(lane)
-                for offset, host_address, nbytes in each.runs:
+                for offset, host_address, nbytes in round_.runs:
                     self._lanes.copy(lane, buffer.place.address + offset, host_address, nbytes)
                 device.follow(DeviceLane.PIECES, device.mark(lane, timed=False))
-                sources = each.offsets + np.uint64(buffer.place.address)
-                rows = np.stack([each.pieces[:, 0], sources, each.pieces[:, 2]], axis=1)
+                sources = round_.offsets + np.uint64(buffer.place.address)
+                rows = np.stack([round_.pieces[:, 0], sources, round_.pieces[:, 2]], axis=1)  # target, source, bytes
                 device.copy_pieces(DeviceLane.PIECES, rows)
                 buffer.note_used(device.mark(DeviceLane.PIECES, timed=False))
             return bool(rounds)
@@ -125,7 +126,7 @@ class PieceCopies:
 
         Args:
             pieces: The pieces.
-            gap_bytes: Smaller gaps between small pieces in host memory hold nothing: they are overwritten.
+            gap_bytes: Gaps below this, between small pieces in host memory, are overwritten: they hold nothing.
             lane: The lane of the copies; all pieces are in host memory after it.
         """
         device = self._device
@@ -133,22 +134,25 @@ class PieceCopies:
             alone, rounds = self._arrange(pieces, gap_bytes)
             for source, target, nbytes in alone.tolist():
                 self._lanes.copy(lane, target, source, nbytes)
-            for each in rounds:
+            for round_ in rounds:
                 buffer = self._next_buffer(DeviceLane.PIECES)
-                targets = each.offsets + np.uint64(buffer.place.address)
-                rows = np.stack([targets, each.pieces[:, 0], each.pieces[:, 2]], axis=1)
+                targets = round_.offsets + np.uint64(buffer.place.address)
+                rows = np.stack([targets, round_.pieces[:, 0], round_.pieces[:, 2]], axis=1)  # target, source, bytes
                 device.copy_pieces(DeviceLane.PIECES, rows)
                 device.follow(lane, device.mark(DeviceLane.PIECES, timed=False))
-                for offset, host_address, nbytes in each.runs:
+                for offset, host_address, nbytes in round_.runs:
                     self._lanes.copy(lane, host_address, buffer.place.address + offset, nbytes)
                 buffer.note_used(device.mark(lane, timed=False))
 
     def _next_buffer(self, lane: DeviceLane) -> _Buffer:
-        """Return the buffer that was used longest ago, and make `lane` wait for that use."""
+        """Return the buffer that was used longest ago, and make `lane` wait for that use.
+
+        The caller calls the buffer's `note_used` once it has enqueued all work in the buffer.
+        """
         device = self._device
         self._buffers.rotate(-1)  # in one call, so that no interrupt loses a buffer
         buffer = self._buffers[-1]
-        if not buffer.is_noted:  # any lane may still use it
+        if not buffer.is_noted:  # it is not known which lane has used it last: wait for all
             for other in LANES:
                 device.follow(lane, device.mark(other, timed=False))
         elif buffer.used is not None:
@@ -159,35 +163,39 @@ class PieceCopies:
     def _arrange(self, pieces: Pieces, gap_bytes: int) -> tuple[Pieces, list[_Round]]:
         """Return the pieces to copy one by one, and the others in rounds, each as many as one buffer holds.
 
-        In a round, pieces with small gaps between them in host memory, and no overlap, make a *run*: one copy.
+        In a round, pieces with small gaps between them in host memory, and no overlap, make a *run*: one copy. A run
+        keeps its gaps in the buffer.
         """
         # A small piece fits into a buffer wherever it begins in its unit of `PIECE_ALIGNMENT`.
-        small = pieces[:, 2] < min(LEAST_COPY_BYTES, max(0, self.buffer_bytes - PIECE_ALIGNMENT))
-        if np.count_nonzero(small) <= KERNEL_COPIES:  # to gather them would take as long as to copy each
+        is_small = pieces[:, 2] < min(LEAST_COPY_BYTES, max(0, self.buffer_bytes - PIECE_ALIGNMENT))
+        if np.count_nonzero(is_small) <= KERNEL_COPIES:  # to gather them would take as long as to copy each
             return pieces, []
-        alone, rest = [pieces[~small]], pieces[small].astype(np.int64)
-        rest = rest[np.argsort(rest[:, 1], kind="stable")]  # by host address: backward goes from last layer to first
-        _, host, nbytes = rest.T
+        alone, small = [pieces[~is_small]], pieces[is_small].astype(np.int64)  # signed, as gaps may be negative
+        # By host address, so that neighbours follow each other: backward goes from the last layer to the first.
+        small = small[np.argsort(small[:, 1], kind="stable")]
+        _, host, nbytes = small.T
         host_ends = host + nbytes
         gaps = host[1:] - host_ends[:-1]
         begins_run = np.concatenate([[True], (gaps < 0) | (gaps >= gap_bytes)])
         ends_run = np.append(begins_run[1:], True)
         # Lay all runs out in an endless buffer, each at a multiple of PIECE_ALIGNMENT; then cut that into rounds.
-        run = np.cumsum(begins_run) - 1  # of each piece
+        # `run_offsets` has one number more than there are runs: the end of the last.
+        run_of_piece = np.cumsum(begins_run) - 1
         run_hosts = host[begins_run]
         run_bytes = host_ends[ends_run] - run_hosts
         run_offsets = np.concatenate([[0], np.cumsum(-(-run_bytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT)])
-        offsets = run_offsets[run] + host - run_hosts[run]
+        offsets = run_offsets[run_of_piece] + host - run_hosts[run_of_piece]
         ends = offsets + nbytes
         rounds, first = [], 0
-        while first < len(rest):
-            origin = offsets[first] // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+        while first < len(small):
+            # A round takes pieces `first` to `beyond`, as many as fit: it may begin and end within a run.
+            origin = offsets[first] // PIECE_ALIGNMENT * PIECE_ALIGNMENT  # of the buffer, in the endless one
             beyond = int(np.searchsorted(ends, origin + self.buffer_bytes, side="right"))
             part, count = slice(first, beyond), beyond - first
-            first = beyond
+            first = beyond  # of the next round; it has grown, as every small piece fits into a buffer
             heads = np.flatnonzero(np.append(True, begins_run[part][1:]))  # each run's first piece of this round
-            if len(heads) + KERNEL_COPIES >= count:  # runs save no copies
-                alone.append(rest[part].astype(np.uint64))
+            if len(heads) + KERNEL_COPIES >= count:  # to copy each piece takes no more copies
+                alone.append(small[part].astype(np.uint64))
                 continue
             tails = np.append(heads[1:], count) - 1  # each run's last piece
             round_offsets = offsets[part] - origin
@@ -195,7 +203,7 @@ class PieceCopies:
             runs = np.stack([round_offsets[heads], host[part][heads], sizes], axis=1)
             rounds.append(
                 _Round(
-                    rest[part].astype(np.uint64),
+                    small[part].astype(np.uint64),
                     round_offsets.astype(np.uint64),
                     [(offset, address, size) for offset, address, size in runs.tolist()],
                 )

@@ -23,7 +23,7 @@ PIN_BYTES = 16 << 30
 """Most that is pinned in one call; drivers refuse more than some hundred GiB, and now and then much less."""
 
 LEAST_PIN_BYTES = 64 << 20
-"""A chunk of an arena that is refused is not tried again at less than this."""
+"""Least size at which a chunk that was refused is tried again."""
 
 
 class Pins(Protocol):
@@ -53,27 +53,31 @@ class PinnedMemory:
         self._is_shortage_logged = False
 
     def pin(self, arena: Arena) -> None:
-        """Pin an arena up to the first chunk that the system refuses at any size; the rest stays unpinned."""
+        """Pin an arena chunk by chunk, from its start on.
+
+        A chunk that the system refuses is tried at half its size, and so on; later chunks are no larger. Once half is
+        less than `LEAST_PIN_BYTES`, the arena stays unpinned from there on.
+        """
         chunks: list[tuple[int, int]] = []
         self._chunks[arena.address] = chunks
-        at, end = arena.address, arena.address + arena.nbytes
+        address, end = arena.address, arena.address + arena.nbytes
         size = PIN_BYTES
         try:
-            while at < end:
-                size = min(size, end - at)
+            while address < end:
+                size = min(size, end - address)
                 try:
-                    self._device.pin(at, size)
+                    self._device.pin(address, size)
                 except OffloadError as error:
                     size = size // 2 // mmap.PAGESIZE * mmap.PAGESIZE  # two registrations share no page
                     if size < LEAST_PIN_BYTES:
-                        self._warn_once(end - at, arena.nbytes, error)
+                        self._warn_once(end - address, arena.nbytes, error)
                         break
                     continue
-                chunks.append((at, size))
-                at += size
-        finally:
-            self.pinned_bytes += at - arena.address
-            self.unpinned_bytes += end - at
+                chunks.append((address, size))
+                address += size
+        finally:  # also after an interrupt: what lies before `address` is pinned
+            self.pinned_bytes += address - arena.address
+            self.unpinned_bytes += end - address
             self._note_edges()
 
     def unpin(self, arena: Arena) -> None:
@@ -96,9 +100,13 @@ class PinnedMemory:
             self._chunks.clear()
 
     def whole_copies(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Cut a copy from or to host memory into pieces (offset, bytes), each of which lies in one chunk or none."""
+        """Cut a copy from or to host memory into pieces (offset, bytes), each of which lies in one chunk or none.
+
+        A driver copies from or to one registration at a time, and a chunk is one.
+        """
         edges = self._edges
         offset = 0
+        # Edges within the copy: one at its first byte, or behind its last, cuts nothing.
         for edge in edges[bisect.bisect_right(edges, address) : bisect.bisect_left(edges, address + nbytes)]:
             yield offset, edge - address - offset
             offset = edge - address

@@ -157,7 +157,7 @@ class LiveExecutor:
         self._seals = Seals(memory)
         # Runs whose inputs are being copied or read, with their tables:
         self._awaiting_inputs: dict[int, tuple[RunVisit, npt.NDArray[Any] | WholeUpdate]] = {}
-        self._silence = waits.Silence()  # since a completion has come last, with operations in flight
+        self._silence = waits.Silence()  # since the last completion, while operations are in flight
         self._visitor: Visitor = no_visit  # of the sweep under way
         self._coming: Coming = nothing_comes
         self._only_updates = False  # whether `_visitor` only returns tables
@@ -166,7 +166,7 @@ class LiveExecutor:
         self._in_flight: dict[int, _InFlight] = {}  # by operation
         self._events: list[Event] = []  # failures that `wait` has not returned yet
         self._due_s: dict[int, float] = {}  # `Interval.due_s` of operations in flight
-        self._last_end_s = 0.0  # when the last operation ended that `wait` has returned
+        self._last_end_s = 0.0  # since when operations that are started now are due: see `wait`
         # Since when the engine thread has worked without an entry in the timeline; None before the first `wait`.
         self._woke_s: float | None = None
 
@@ -230,11 +230,14 @@ class LiveExecutor:
                 self._queue.post(operation.op)  # it has ended already
 
     def _start_cpu_run(self, run: RunVisit) -> None:
-        """Let the visitor work on the state, and start the update that it asks for once all inputs are in memory."""
+        """Call a run's visitor, and start the update that it returns, if any, once all inputs are in memory.
+
+        Inputs are gradients and weights that are being copied from a GPU, and weights that lie in a file.
+        """
         started_s = time.monotonic()
         if run.slot is None:
-            self._seals.forget_home(run.visit.subgroup)  # which the run may change
-        elif not self._only_updates:  # else `_update` verifies the slot, or the kernel does
+            self._seals.forget_home(run.visit.subgroup)  # of state that the run may change
+        elif not self._only_updates:  # the visitor may read state; else `_update` or the kernel verifies the slot
             self._verify_slot(run, run.slot)
         table = self._visitor(run)
         if table is None:  # the visitor has done the work itself
@@ -264,12 +267,17 @@ class LiveExecutor:
         if isinstance(operation, ReadTile):
             if operation.slot is None:  # touch the home, so that missing memory is an error here
                 self._memory.touch_home(operation.tile.subgroup, operation.buffer_offset, request.nbytes)
-            if operation.tile.tensor == operation.tile.tile == 0:  # the first of a subgroup
+            # The first tile of a subgroup's state: its fetch begins. Tensors of scratch have other numbers.
+            if operation.tile.tensor == operation.tile.tile == 0:
                 self._coming(operation.tile.subgroup)
         tier.read(request)
 
     def _checksum_and_verify(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
-        """Return the checksum of a tile to be moved, if known, and whether the tier computes or verifies it."""
+        """Return `checksum` and `verify` of the request for a tile: see `TileRequest`.
+
+        The first is the tile's checksum, None if it is not known. The second is, on read, whether the tier compares
+        the data with it; on write, whether the tier stores one, which it computes if it is not known.
+        """
         if not self._verify:
             return None, False
         match operation:
@@ -341,9 +349,13 @@ class LiveExecutor:
                 self._copy_state(operation, due_s)
 
     def _copy_state(self, copy: Transfer, due_s: float) -> None:
-        """Enqueue a copy of state to the GPU, once it is verified, or back; forget its seal: GPUs make none."""
+        """Enqueue a copy of state between its place in host memory and a staging slot on the GPU.
+
+        Towards the GPU the state is verified first, and the table of its update is sent with it. The seal of a
+        staging slot is forgotten both ways, that of a home when the copy back changes it: GPUs make no seals.
+        """
         slot, subgroup, to_gpu = copy.slot, copy.subgroup, copy.way == "fetch"
-        if slot is not None:  # a copy back overwrites it
+        if slot is not None:  # a copy back overwrites the slot, so nothing in it is verified then
             self._seals.verify_and_forget(slot, subgroup if to_gpu else None)
         elif not to_gpu:
             self._seals.forget_home(subgroup)
@@ -351,7 +363,7 @@ class LiveExecutor:
         if not to_gpu:
             self._lanes.copy_out(copy, address, due_s)
             return
-        # The update's table is copied with the state, so the visitor makes it now, for a stand-in of the later run.
+        # The visitor makes the table now, for a stand-in of the `RunVisit` that comes when the copy is enqueued.
         visit = Visit(subgroup, gpu=True)
         run = RunVisit(copy.op, sweep=0, visit=visit, slot=slot, fresh=False, transfer_slot=copy.transfer_slot)
         self._lanes.copy_in(copy, address, self._visitor(run), due_s)
@@ -384,10 +396,13 @@ class LiveExecutor:
         return self._save_source().buffer_address(operation.buffer)
 
     def end_engine_interval(self) -> float:
-        """Add to the timeline what the engine thread has worked since it woke, or since the last call.
+        """Add an interval of the engine thread's work to the timeline, from its waking or the last call until now.
 
-        `wait` does so. Others do where what follows is not to count for the step before: it is due since the time
-        that this returns.
+        `wait` calls this before it waits. Others call it where the thread's further work, and operations begun from
+        now on, are not to count for what came before: these are due since the time that this returns.
+
+        Returns:
+            The present time, on the monotonic clock.
         """
         now_s = time.monotonic()
         if self._woke_s is not None:  # else `wait` was not called yet
@@ -399,19 +414,21 @@ class LiveExecutor:
     def wait(self) -> list[Event]:
         """Wait for completions and return their events; none if only a request came, or nothing for long.
 
-        A lane that is silent for `stall_s` makes a `Stop`; after `waits.QUIET_S` an interrupted caller does, too.
+        A long silence of all lanes is logged. After `stall_s` of it a `Stop` is returned, which breaks the session;
+        after `waits.QUIET_S` already if a caller that waits has been interrupted.
         """
         self.end_engine_interval()
         is_watched = self._operation_that_must_end() is not None
         if self._events:
             records = []  # failures of `submit` are returned at once
-        elif is_watched:  # until the next warning, or until a lane counts as hanging
+        elif is_watched:  # wait until the next warning is due, or until a lane counts as hanging
             left_s = self._stall_s - self._silence.lasts_s
             records = self._silence.wait(self._queue.wait, max(min(left_s, self._silence.left_s), 0.0))
         else:
             records = self._queue.wait()
+        # The id of the operation comes first in a record.
         completions = [Completion(*record) for record in records if record[0] != INTERRUPT]
-        is_interrupted = len(completions) < len(records)
+        is_interrupted = len(completions) < len(records)  # then `INTERRUPT` was among the records
         self._woke_s = time.monotonic()
         events, self._events = self._events, []
         if completions:
@@ -423,8 +440,9 @@ class LiveExecutor:
                 self._silence.end()
                 return [Stop(self._stall_error(lasts_s, "interrupted after" if is_interrupted else "no answer for"))]
             self._silence.warn_if_due(self._awaited)
+        # Operations that these events make possible are due since the last of these ends.
         ends_s = [completion.finished_s for completion in completions if completion.op not in (WAKE, REQUEST)]
-        self._last_end_s = max(ends_s, default=self._woke_s)  # what these events make possible is due since then
+        self._last_end_s = max(ends_s, default=self._woke_s)
         for completion in completions:
             if completion.op == REQUEST:
                 self.requests += 1
@@ -439,7 +457,10 @@ class LiveExecutor:
         self._calls.close()
 
     def drain(self) -> None:
-        """Wait until no operation that touches a caller's memory is in flight, or a lane hangs; ignore errors."""
+        """Wait until no operation but a commit is in flight, or a lane hangs; ignore errors.
+
+        A commit touches no caller's memory, and may take long. All others have to end before callers free theirs.
+        """
         while any(not isinstance(started.operation, Commit) for started in self._in_flight.values()):
             if any(isinstance(event, Stop) for event in self.wait()):
                 return
@@ -453,7 +474,7 @@ class LiveExecutor:
             self._fail(run, error)
 
     def take_timed(self) -> None:
-        """Add what the GPU's lanes have done to the timeline."""
+        """Add to the timeline all that the GPU's lanes have done, and that was not added yet."""
         self._lanes.take_timed(self._add_timed)
 
     def _add_timed(self, timed: Timed) -> None:
@@ -494,8 +515,8 @@ class LiveExecutor:
             detail = "the GPU has failed; see the log"
             return Failed(completion.op, TierError("copy", tier=tier, path=path, detail=detail))
         if isinstance(operation, AwaitPush) or (isinstance(operation, Transfer) and operation.lane == "d2h"):
-            # The subgroup's times on the GPU are read here, while lanes work: if all were when the next step begins,
-            # lanes would wait for that.
+            # The subgroup's times on the GPU are read here, while lanes work. To read those of all subgroups as the
+            # next step begins would keep lanes waiting.
             with contextlib.suppress(OffloadError):  # a failed device shows with its next completion
                 self._lanes.take_timed(self._add_timed, operation.subgroup)
         return Done(completion.op)
@@ -536,8 +557,8 @@ class LiveExecutor:
         return Done(completion.op, TileRecord(record.location, record.step, checksum=completion.detail))
 
     def _damage_error(self, operation: ReadTile) -> TierError:
-        """Return the error for a tile that was read and does not have its record's checksum."""
-        request = self._request(operation, operation.record.checksum, verify=False)
+        """Return the error of a failed read, for a tile that was read and does not have its record's checksum."""
+        request = self._request(operation, operation.record.checksum, verify=False)  # for the error's text alone
         completion = Completion(operation.op, ERROR_CHECKSUM, detail=request.offset, started_s=0.0, finished_s=0.0)
         return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
 
@@ -561,7 +582,7 @@ class LiveExecutor:
         )
 
     def _stall_error(self, lasts_s: float, what: str) -> TierError:
-        """Return the error for an operation whose lane is silent; `what`, then the time, is its text."""
+        """Return the error for an operation whose lane is silent; its text is `what`, then the time."""
         operation, request = known(self._operation_that_must_end(), "silence of nothing")
         tier, path = self._tier_and_path(operation)
         # Only some tiers wait for more than their device (a network), and can say for what.

@@ -38,13 +38,16 @@ class Flights(Generic[T]):
     def run(
         self, next_item: Callable[[], T | None], start: Callable[[int, T], None]
     ) -> Generator[tuple[Completion, T], None, None]:
-        """Yield operations as they end, and start others in their place. A caller that stops early must close this.
+        """Yield operations as they end, each with its completion, and start others in their place.
+
+        A caller that stops early must close this generator, which then waits for the operations in flight. If none
+        ends for `stall_s` it returns: those left are in `out`.
 
         Args:
             next_item: Returns the next operation; None if there is none, or none before others have ended.
             start: Starts an operation under an id; raises an `OffloadError` if it was not started.
         """
-        gave_up = False  # nothing has ended for as long as we wait
+        gave_up = False  # whether nothing has ended for `patience_s`
         patience_s = self._stall_s
         try:
             while not gave_up:
@@ -55,12 +58,12 @@ class Flights(Generic[T]):
                 ended = self._take_ended(patience_s)
                 gave_up = ended is None
                 yield from ended or ()
-        except (OffloadError, GeneratorExit):
+        except (OffloadError, GeneratorExit):  # all that is in `out` has been started: it will end, or stall
             raise
-        except BaseException:  # an interrupt, at any line: what is in `out` may not have been started
+        except BaseException:  # an interrupt, at any line: what is in `out` may not have been started, and never end
             patience_s = waits.SETTLE_S
             raise
-        finally:  # operations in flight use the caller's memory
+        finally:  # wait for the operations in flight, which use the caller's memory
             while self.out and not gave_up:
                 gave_up = self._take_ended(patience_s) is None
 
@@ -83,7 +86,8 @@ class Flights(Generic[T]):
         """Wait for operations to end, and remove these from `out`; return None if none ends for `patience_s`."""
         if not waits.completions(self._queue, self.oldest, patience_s, self._arrived):
             return None
-        # Operations that are not in `out` were taken out of it before an interrupt.
+        # `_arrived` may still have completions of an earlier call that was interrupted; operations of these that are
+        # not in `out` any more were removed by that call.
         ended = [(Completion(*record), self.out.pop(record[0])) for record in self._arrived if record[0] in self.out]
         self._arrived.clear()
         return ended

@@ -1,12 +1,14 @@
 """Checksums of state in memory, which updates make and verify.
 
-A *seal* is the checksums of a subgroup's state, block by block. An update seals the state that it has changed while
-that is in the processor's cache. Flushes take their checksums from the seal, and so do checkpoints of state at home
-in memory. If a tile is to be read whose record has the checksum of the seal that was flushed, the next update
-compares it with the seal, again block by block in the cache, and the tier does not verify it. Before anything else
-uses a slot, its tiles are verified.
+A *seal* is the checksums of a subgroup's state, block by block. An update on the CPU seals the state that it has
+changed, while that is in the processor's cache. Flushes take their checksums from the seal, and so do checkpoints of
+state at home in memory.
 
-Invariants: no visitor, kernel or copy sees state that was read and not verified; a write takes its checksum from a
+Tiers, too, need not verify what a seal can. The seal of a subgroup's last flush is kept. If a tile is read whose
+record has the checksum of that seal, the tier does not verify it: the next update compares the state with the seal,
+again block by block in the cache. If anything else is about to use the staging slot, its tiles are verified before.
+
+Invariants: no visitor, kernel or copy uses state that was read and not verified; a write takes its checksum from a
 seal only if nothing but that update has written to the memory. All methods belong to the engine thread.
 """
 
@@ -43,7 +45,7 @@ class _SealedUpdate(NamedTuple):
     seal: Seal
     """Of the state that it makes; the update fills it."""
     slot_state: _SlotState | None
-    """What its slot held before; None at home."""
+    """What was known of its staging slot before it; None at home, or if nothing was known."""
 
 
 class DamagedError(Exception):
@@ -66,7 +68,10 @@ class Seals:
         self._offsets: dict[int, np.ndarray] = {}  # of segments, by subgroup
 
     def note_read(self, operation: ReadTile) -> bool:
-        """Note that a tile is about to be read; return whether the tier verifies it, not the next update."""
+        """Note that a tile is about to be read; return whether the tier has to verify it.
+
+        False if it is noted as unverified: the next update, or `verify_and_forget`, compares it.
+        """
         tile, slot = operation.tile, operation.slot
         if slot is None:  # to its home
             return True
@@ -97,7 +102,10 @@ class Seals:
         return state.seal.checksum(tile.tensor, tile.tile)
 
     def checksum_for_save(self, operation: SaveTile) -> int | None:
-        """Return the checksum of a tile that is about to be saved, if it is known: not of what copy buffers hold."""
+        """Return the checksum of a tile that is about to be saved, if it is known.
+
+        It may be for state that is saved from its home in memory; it never is for what a copy buffer holds.
+        """
         return self._home_checksum(operation.tile) if operation.buffer is None else None
 
     def _home_checksum(self, tile: TileId) -> int | None:
@@ -118,7 +126,8 @@ class Seals:
     def seal_to_compare_or_verify(self, run: RunVisit, subgroup: Subgroup) -> Seal | None:
         """Return the seal that an update has to compare its state with; None if all tiles are verified.
 
-        Tiles that have not one seal in common are verified here.
+        The kernel compares all tiles with one seal, or none of them. If only some tiles are unverified, or they have
+        different seals, they are verified here.
 
         Raises:
             DamagedError: A tile does not have the checksum of its record.
@@ -134,7 +143,7 @@ class Seals:
         return None
 
     def note_started(self, run: RunVisit, seal: Seal) -> None:
-        """Note that an update has started, which fills this seal."""
+        """Note that an update has started, which fills this new seal; what was known of its slot ends with it."""
         slot_state = None if run.slot is None else self._slots.pop(run.slot, None)
         self._running[run.op] = _SealedUpdate(run, seal, slot_state)
 

@@ -1,7 +1,9 @@
 """Segment tables: the arguments of a subgroup's update, made from addresses, step counts and flags of parameters.
 
-A table has one row for each segment. It is filled when the subgroup is visited: only then the memory of a streamed
-subgroup is known.
+A table has one row for each segment (`offload.protocols.SEGMENT_DTYPE`). It is filled when the subgroup is visited:
+only then the memory of a streamed subgroup is known. What a step says of each parameter (`StepRows`) is known before.
+
+A master is *due* if its parameter's next update has to take it from the weight, which the user has written to.
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class _Columns(NamedTuple):
 
 
 def _segment_flags(rule: UpdateRule, group: Any, update: int) -> int:
-    """Return the flags of an active parameter's segments in update number `update`; some forget the old state."""
+    """Return the flags of an active parameter's segments in its `update`-th update (from 1).
+
+    ZERO_STATE is among them where the rule forgets its old state in that update.
+    """
     decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(group) else 0
     zeroed = SegmentFlag.ZERO_STATE if rule.forgets(update, group) else 0
     return int(SegmentFlag.ACTIVE | decoupled | zeroed)
@@ -107,7 +112,7 @@ class Tables:
         self._layout = Layout((), ())
 
     def extend(self, layout: Layout) -> None:
-        """Add the parameters and subgroups that `layout` has more; the others keep their values."""
+        """Go on with a larger layout: make entries for the parameters and subgroups it adds; the others stay."""
         added = len(layout.parameters) - len(self.steps)
         self.weights = np.concatenate([self.weights, np.zeros(added, np.uint64)])
         self.gradients = np.concatenate([self.gradients, np.zeros(added, np.uint64)])
@@ -163,9 +168,9 @@ class Tables:
         width = 2 + MAX_SCALARS if layout.has_rules else len(layout.state.rule.scalars._fields)
         # Rows that many parameters have in common are computed once; the first one is that of idle parameters.
         scalars, flags = [(0.0,) * width], [0]
-        row_numbers: dict[tuple[Any, ...], int] = {}
+        row_numbers: dict[tuple[Any, ...], int] = {}  # by group, number of the update and rule
         row_of = np.zeros(len(self.steps), np.int64)  # by parameter
-        subgroups: dict[int, int] = {}  # in their order; the values say nothing
+        subgroups: dict[int, int] = {}  # used as an ordered set: the values say nothing
         updates = self.steps + 1
         update_counts = updates.tolist()
         for number in active:
@@ -205,7 +210,7 @@ class Tables:
         apart: Apart | None = None,
         due_parameters: Parameters | None = None,
     ) -> npt.NDArray[Any]:
-        """Return the table of a run.
+        """Return the table of a run: rows of `SEGMENT_DTYPE`, one for each of the subgroup's segments.
 
         Args:
             run: The run.
@@ -217,8 +222,8 @@ class Tables:
             apart: For a speculative update: where it writes new weights, and notes what it has read; see `Apart`. No
                 master is taken from its weight then. fp32 weights on a GPU are copied to that image before: give its
                 address as `weights_address`, too.
-            due_parameters: Of these a master that is due is taken from its weight; None for the parameters that the
-                step updates. A fresh run takes all masters.
+            due_parameters: The parameters whose masters are taken from their weights, if they are due; None for those
+                that the step updates. A fresh run takes all masters.
         """
         subgroup = self._layout.subgroups[run.visit.subgroup]
         columns = self._columns[subgroup.index]
@@ -234,12 +239,12 @@ class Tables:
             image, sums = apart
             new = "new_master" if is_fp32 else "new_weight"
             addresses[new] = np.uint64(image) + columns.offset * ITEM_BYTES[subgroup.dtype]
-            # Where the update adds the fingerprints of what each segment reads:
+            # The address of each segment's row of `sums`, to which the update adds fingerprints:
             addresses["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
-        flags = rows.flags[parameter]  # a copy, as always where an array is the index
+        flags = rows.flags[parameter]  # a copy, as an array is the index: what follows does not change `rows`
         if run.fresh:
             flags |= np.uint32(SegmentFlag.ZERO_STATE)
-        if apart is None and not is_fp32:
+        if apart is None and not is_fp32:  # else none is taken: see `apart`; an fp32 weight is its master
             flags |= self._masters_to_take(run, rows.flags != 0 if due_parameters is None else due_parameters)
         return segment_table(
             subgroup.state,
@@ -257,7 +262,11 @@ class Tables:
     def _input_addresses(
         self, run: RunVisit, rows: StepRows, weights_address: int | None, gradients_address: int | None
     ) -> dict[str, Any]:
-        """Return the addresses of each segment's weights and gradients; see `make_table`."""
+        """Return the addresses of each segment's "weight" and "gradient"; arguments as of `make_table`.
+
+        In a parameter's own memory a segment lies at its start in the parameter, in an image of the subgroup at its
+        offset in the subgroup.
+        """
         columns = self._columns[run.visit.subgroup]
         parameter, start, offset = columns.parameter, columns.start, columns.offset
         weight_bytes = ITEM_BYTES[self._layout.subgroups[run.visit.subgroup].dtype]
@@ -274,15 +283,19 @@ class Tables:
         return {"weight": weights, "gradient": gradients}
 
     def _masters_to_take(self, run: RunVisit, due_parameters: Parameters) -> npt.NDArray[np.uint32]:
-        """Return the flags that take a run's masters from their weights: those that are due; of a fresh run all."""
+        """Return, for each segment, the flags that take its master from its weight; 0 where it is not taken.
+
+        Taken are those that are due, of `due_parameters`; of a fresh run all.
+        """
         subgroup = run.visit.subgroup
         flags: npt.NDArray[np.uint32] = self._due[subgroup] * due_parameters[self._columns[subgroup].parameter]
         return flags | np.uint32(SegmentFlag.LOAD_MASTER) if run.fresh else flags
 
     def updates_alike(self, subgroup: int, expected: StepRows, step_rows: StepRows) -> bool:
-        """Return whether a step updates a subgroup as the expected one does, bit for bit, if gradients are the same.
+        """Return whether a step updates a subgroup as the expected step does, bit for bit, if gradients are the same.
 
-        Addresses of gradients may differ: DDP copies them from its buckets to where the step reads them.
+        So their rows have to be equal, and no master may be due. Addresses of gradients may differ: DDP copies them
+        from its buckets to where the step reads them.
         """
         parameter = self._columns[subgroup].parameter
         active = parameter[step_rows.flags[parameter] != 0]  # gradients of others are not read
@@ -299,21 +312,24 @@ class Tables:
     def read_by(
         self, subgroup: int, table: npt.NDArray[Any], step_rows: StepRows
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Return the gradients and fp32 weights that a step reads, which may have changed since a speculative update.
+        """Return where a step would read gradients and fp32 weights, to compare them with what an update has read.
+
+        The user may have written to them since that update, which was made in backward.
 
         Args:
-            table: Of the speculative update, whose rows agree with the step's.
+            table: Of the update, whose rows are equal to the step's.
             step_rows: The step's rows.
 
         Returns:
-            For each segment its parameter; addresses of its gradient and of its fp32 weight; and their sizes, which
-            are 0 if the update does not read them.
+            Three arrays with a row for each segment: its parameter; the addresses of its gradient and of its fp32
+            weight (two columns); and their sizes in bytes (two columns), which are 0 for what the update does not
+            read.
         """
         parameter, start = self._columns[subgroup].parameter, self._columns[subgroup].start
         is_fp32 = self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
         numel = np.where(active_rows(table), table["numel"], np.uint64(0))
         gradient_bytes = numel * ITEM_BYTES[table["gradient_dtype"]]
-        weight_bytes = numel * np.uint64(4 * is_fp32)
+        weight_bytes = numel * np.uint64(4 * is_fp32)  # 0 for 16-bit weights, which it does not read
         sizes = np.stack([gradient_bytes, weight_bytes], axis=1)
         gradients = step_rows.gradients[parameter] + start * ITEM_BYTES[step_rows.gradient_dtypes[parameter]]
         masters = step_rows.weights[parameter] + start * np.uint64(4)
@@ -348,10 +364,10 @@ class Tables:
         return rows[np.flatnonzero(is_bound if chosen is None else is_bound & chosen)]
 
     def note_masters_current(self, subgroup: int, parameters: Parameters | None = None) -> None:
-        """Note that a subgroup's masters have been taken from their weights, or replaced; its state is kept.
+        """Note that a subgroup's masters are due no longer: they were taken from their weights, or replaced.
 
         Args:
-            parameters: Those whose masters; None for all.
+            parameters: The parameters whose masters these are; None for all.
         """
         self._due[subgroup][self._segments_of(subgroup, parameters)] = 0
 
@@ -369,7 +385,11 @@ class Tables:
         return bool(self._due[subgroup][self._segments_of(subgroup, parameters)].any())
 
     def is_rewritten(self, subgroup: int) -> bool:
-        """Return whether a weight of this subgroup was written to after its master was last taken from it."""
+        """Return whether a weight of this subgroup was written to after its master was last taken from it.
+
+        That is what `mark_master_due` was told. Unlike `is_due` this is also true of fp32 weights, which are their
+        own masters: a saved version may then have other bytes.
+        """
         return bool(self._due[subgroup].any())
 
     def how_due(self, subgroup: int, segment: Segment) -> SegmentFlag:

@@ -32,7 +32,7 @@ from offload.schedule.operations import RunVisit
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a flat tensor over memory that the caller keeps alive."""
-    if numel == 0:
+    if numel == 0:  # `torch.frombuffer` refuses an empty buffer
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
 
@@ -68,7 +68,8 @@ class StateViews:
     def work(self, run: RunVisit, rows: StepRows) -> npt.NDArray[Any] | WholeUpdate:
         """Return the kernel's table for a run of a sealed step; for a rule of whole parameters, the update itself.
 
-        Tell the lanes which weights they have to push, and note that the masters that were due have been taken.
+        Also tell the lanes which new weights they have to push to a GPU after the run. And note that the masters of
+        updated parameters are current, as this update takes those that are due.
         """
         lanes, tables = self._lanes, self._tables
         if run.visit.gpu:
@@ -76,12 +77,12 @@ class StateViews:
         else:
             buffer = run.gradient_buffer
             gradients = None if buffer is None else self._memory.buffer_address("gradients", buffer)
-            weights = lanes.image(run.transfer_slot)
+            weights = lanes.image(run.transfer_slot)  # None: they are used where they lie, in host memory
             address = self._address(run)
             table = tables.make_table(run, address, rows, weights_address=weights, gradients_address=gradients)
             lanes.will_push(run, table)
-        updated = None if run.fresh else rows.flags != 0  # a fresh run takes all masters
-        tables.note_masters_current(run.visit.subgroup, updated)
+        updated_parameters = None if run.fresh else rows.flags != 0  # None for all: a fresh run takes all masters
+        tables.note_masters_current(run.visit.subgroup, updated_parameters)
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
         if not subgroup.state.rule.is_whole:
             return table
@@ -92,7 +93,10 @@ class StateViews:
 
     @contextlib.contextmanager
     def on_host(self, run: RunVisit) -> Iterator[View]:
-        """Lend a run its state and weights in host memory, wherever they lie; changes are copied back."""
+        """Give a run its state and weights in host memory while this context lasts; changes are copied back after it.
+
+        State at home on the GPU is copied to the bounce buffer. Weights on a GPU have come to a weight slot before.
+        """
         lanes, subgroup = self._lanes, run.visit.subgroup
         nbytes = self.plan.layout.subgroups[subgroup].state_bytes
         home = lanes.homes.get(subgroup)
@@ -105,20 +109,22 @@ class StateViews:
         yield View(address, lanes.image(run.transfer_slot))
         if not run.visit.changes:
             return
-        lanes.will_push(run)
+        lanes.will_push(run)  # the machine pushes weights after the run; state is copied back here
         if home is not None:
             lanes.copy_to_device([(home.address, address, nbytes)])
 
     def make_whole(self, run: RunVisit, view: View, due_parameters: Parameters) -> None:
-        """Fill undefined memory, and take masters from their weights where that is due, before state is changed.
+        """Make a run's state whole: fill that of a fresh subgroup, and take masters that are due from their weights.
 
         Args:
-            due_parameters: Whose masters. None of a visit that reads: the stored ones stay, and `shown` takes them.
+            due_parameters: The parameters whose masters are taken if they are due. A visit that only reads chooses no
+                parameter: stored masters stay, and `shown` computes what the reader gets. Of a fresh subgroup all
+                masters are taken.
         """
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
         if not run.fresh and not self._tables.is_due(subgroup.index, due_parameters):
             return
-        # Without active parameters nothing else is updated.
+        # The kernel does both; as no parameter is active, it updates nothing.
         idle_rows = self._tables.rows(groups=(), scale=1.0, clip=1.0, active=())
         table = self._tables.make_table(
             run, view.address, idle_rows, weights_address=view.weights_address, due_parameters=due_parameters
@@ -141,13 +147,14 @@ class StateViews:
     def piece(
         self, run: RunVisit, view: View, segment: Segment, *, sets_master: bool = False
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield a segment's state in fp32: in place, or as copies, which are written back if the visit changes state.
+        """Yield a segment's state in fp32, by names of tensors, while this context lasts.
 
-        With `sets_master` a 16-bit weight becomes the rounded master; the stored master has the same rounding.
+        fp32 tensors are viewed in place. Others are copies, which are stored again if the visit changes state. With
+        `sets_master` a 16-bit weight becomes the rounded master; the stored master has the same rounding.
         """
         layout = self.plan.layout
         subgroup = layout.subgroups[run.visit.subgroup]
-        first_index = layout.parameters[segment.parameter].start + segment.start
+        first_index = layout.parameters[segment.parameter].start + segment.start  # in the unsharded parameter
         stored = {}
         for tensor in subgroup.tensors:
             address = view.address + subgroup.offsets[tensor.name] + tensor.format.offset(segment.offset)
@@ -166,11 +173,16 @@ class StateViews:
     ) -> Iterator[tuple[Segment, Mapping[str, torch.Tensor]]]:
         """Yield a segment's state for readers, with the master that its next update would start from.
 
-        If that update has to take the master from the weight, the segment is yielded in pieces with computed masters.
+        Mostly that is the stored master, and the segment is yielded whole. If the master is due it is computed from
+        the weight. Then the segment is yielded in pieces, so that computed masters take little memory.
 
         Args:
             views: The segment's state, from `piece`.
+
+        Yields:
+            A segment for each piece, and flat views of its state by name.
         """
+        # Of a fresh subgroup `make_whole` has taken all masters.
         due = SegmentFlag(0) if run.fresh else self._tables.how_due(run.visit.subgroup, segment)
         if not due:
             yield segment, views
@@ -179,17 +191,20 @@ class StateViews:
         can_be_cut = all(tensor.numel() == segment.numel for tensor in views.values())  # packed state cannot
         piece_numel = PIECE_NUMEL if can_be_cut else segment.numel
         for start in range(0, segment.numel, piece_numel):
-            cut = slice(start, start + piece_numel if can_be_cut else None)
+            cut = slice(start, start + piece_numel if can_be_cut else None)  # None: all, of tensors of another length
             piece = {name: tensor[cut] for name, tensor in views.items()}
             if SegmentFlag.LOAD_MASTER in due:
                 piece[MASTER] = weight[cut].to(torch.float32)
-            else:
+            else:  # MATCH_MASTER: only elements whose weight is not what the master rounds to
                 piece[MASTER] = matched(piece[MASTER], weight[cut])
             numel = piece[MASTER].numel()
             yield replace(segment, start=segment.start + start, offset=segment.offset + start, numel=numel), piece
 
     def gather_tile(self, tile: TileId, address: int) -> None:
-        """Copy a tile of state on the GPU, or a weight tile from its fp32 weights, to `address`; padding is zero."""
+        """Copy a tile that a checkpoint saves to `address`: one of state at home on the GPU, or of fp32 weights.
+
+        Tiles of fp32 weights (`Subgroup.weight_tiles`) are gathered from the parameters; padding is zero.
+        """
         subgroup = self.plan.layout.subgroups[tile.subgroup]
         if tile.tensor >= len(subgroup.tensors):  # numbers after those of the state's tensors are of weights
             self._gather_weight_tile(subgroup, tile, address)
@@ -205,7 +220,7 @@ class StateViews:
     def _gather_weight_tile(self, subgroup: Subgroup, tile: TileId, address: int) -> None:
         """Copy a tile of fp32 weights from where they are bound to `address`; padding is zero."""
         item_bytes = FP32.item_bytes
-        first = tile.tile * subgroup.tile_numel  # element of the subgroup
+        first = tile.tile * subgroup.tile_numel  # the tile's first element, and `end` the one after its last
         nbytes = next(nbytes for other, _, nbytes in subgroup.weight_tiles if other == tile)
         end = first + nbytes // item_bytes
         pieces = []  # (source, target, bytes)
@@ -217,7 +232,7 @@ class StateViews:
                 target = address + (piece_begin - first) * item_bytes
                 pieces.append((source, target, (piece_end - piece_begin) * item_bytes))
         self._lanes.copy_to_host(as_pieces(pieces))
-        gap = address  # zeros between the pieces, and up to the tile's end
-        for _, target, size in (*pieces, (0, address + nbytes, 0)):
+        gap = address  # where the last piece ended: zeros from there to the next one, and to the tile's end
+        for _, target, size in (*pieces, (0, address + nbytes, 0)):  # an empty piece stands for the end
             ctypes.memset(gap, 0, target - gap)
             gap = target + size

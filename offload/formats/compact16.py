@@ -6,6 +6,8 @@ from offload.formats.format import BF16, Format, StateFormat
 
 
 class _Compact16(StateFormat):
+    """The format; `StateFormat` describes the methods."""
+
     name = "compact16"
     code = 1
     drift = 0.02

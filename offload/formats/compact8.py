@@ -17,7 +17,7 @@ BLOCK_NUMEL = 64
 """Elements that share scales."""
 
 FP24_UPPER, FP24_LOWER = Format("fp24_upper", 2, dtype="int16", code=4), Format("fp24_lower", 1)
-"""Two planes of the upper 24 bits of fp32."""
+"""The two planes of a master's upper 24 bits: the upper 16 of them, and the lower 8."""
 
 SIGNED = Format("s1e3m4", 1, code=5, block_numel=BLOCK_NUMEL)
 ROOT = Format("root_ue3m5", 1, code=6, block_numel=BLOCK_NUMEL)
@@ -25,6 +25,8 @@ ROOT = Format("root_ue3m5", 1, code=6, block_numel=BLOCK_NUMEL)
 
 
 class _Compact8(StateFormat):
+    """The format; `StateFormat` describes the methods."""
+
     name = "compact8"
     code = 2
     drift = 0.2
@@ -36,14 +38,22 @@ class _Compact8(StateFormat):
         return ROOT if is_root else SIGNED
 
     def state(self, rule: UpdateRule) -> tuple[StateTensor, ...]:
-        tensor_count = len(rule.state)  # each has a scale of one byte in every block
+        """See `StateFormat.state`; the scales of all tensors are one more tensor.
+
+        An item of it has the scales of one block of elements: a byte for each tensor.
+        """
+        tensor_count = len(rule.state)
         return (*super().state(rule), StateTensor(SCALES, Format(f"scales{tensor_count}", tensor_count, BLOCK_NUMEL)))
 
     def stored_as(self, name: str) -> tuple[str, ...]:
+        """See `StateFormat.stored_as`; a master has a lower plane, all other state has scales."""
         return (name, MASTER_LOW if name == MASTER else SCALES)
 
     def check(self, rule: UpdateRule, values: Any) -> None:
-        """Refuse an `eps` that is 0 in fp32: small roots, and what they divide, are stored as 0: 0 / 0 follows."""
+        """See `StateFormat.check`; refuse an `eps` that is 0 in fp32, too.
+
+        Small roots, and what an update divides by them, are stored as 0; without `eps` the quotient would be NaN.
+        """
         super().check(rule, values)
         eps = rule.added_to_roots(values)
         if eps is not None and np.float32(eps) == 0:

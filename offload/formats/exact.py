@@ -6,6 +6,8 @@ from offload.formats.format import FP32, Format, StateFormat
 
 
 class _Exact(StateFormat):
+    """The format; `StateFormat` describes the methods."""
+
     name = "exact"
     code = 0
     rounds = False

@@ -20,7 +20,10 @@ from offload.rules import BLOCK_NUMEL, MASTER, PACKED, UpdateRule
 
 
 def blocks_numel(first_index: int, numel: int, block_numel: int) -> int:
-    """Return how many blocks a run of elements lies in; `first_index` counts from the unsharded parameter's start."""
+    """Return how many blocks of `block_numel` elements a run of `numel` elements lies in, in part or as a whole.
+
+    Blocks are counted from the start of the unsharded parameter, as is `first_index`, the run's first element.
+    """
     return -(-(first_index % block_numel + numel) // block_numel)
 
 
@@ -28,10 +31,12 @@ def blocks_numel(first_index: int, numel: int, block_numel: int) -> int:
 class Format:
     """A way to store the elements of one state tensor.
 
+    A tensor is a sequence of items: one for each element, or, as for scales, one for each block of elements.
+
     Attributes:
         name: The name in manifests.
-        item_bytes: Bytes of an item: an element, or what the elements of a block share.
-        item_numel: Elements of an item.
+        item_bytes: Bytes of an item.
+        item_numel: Elements that an item is for.
         dtype: Torch's name for the type of the memory's elements.
         code: Number of the format in csrc/kernels/; 0 for a tensor that is stored beside another, such as scales.
         block_numel: Elements that share an item of the tensor beside it.
@@ -51,17 +56,23 @@ class Format:
 
     @property
     def sector_numel(self) -> int:
-        """Elements of the fewest items that fill whole sectors; a power of two, as bytes of a sector are."""
+        """The least number of elements whose items fill whole sectors.
+
+        `SECTOR_BYTES / gcd(SECTOR_BYTES, item_bytes)` items do. That is a power of two, as the bytes of a sector are.
+        """
         return SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.item_bytes) * self.item_numel
 
     def offset(self, numel: Any) -> Any:
-        """Return the byte at which the item of element `numel` begins; `numel` may be an array of `uint64`."""
+        """Return the byte at which the item of element number `numel`, counted from 0, begins.
+
+        `numel` may be an array of `uint64`; then the result is one, too.
+        """
         if isinstance(numel, int):
             return numel // self.item_numel * self.item_bytes
         return numel // np.uint64(self.item_numel) * np.uint64(self.item_bytes)
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes that `numel` elements take; padded to whole sectors if several share an item."""
+        """Return the bytes of `numel` elements (whole items), padded to whole sectors if elements share items."""
         nbytes: int = self.offset(numel)
         return nbytes if self.item_numel == 1 else -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
 
@@ -84,14 +95,15 @@ FORMAT_OF_DTYPE = {
 
 
 class StateTensor(NamedTuple):
-    """A tensor of state, or a tensor that it is stored in: its name, and the format of its elements."""
+    """A stored tensor: one of a rule's state, or one beside it, such as scales. Its name, and how it is stored."""
 
     name: str
     format: Format = FP32
 
 
 MASTER_LOW, SCALES = "master_low", "scales"
-"""Tensors that a format may store beside a rule's: the master's lower plane; scales, a byte a block and tensor."""
+"""Tensors that a format may store beside a rule's: the lower plane of masters; and scales, in which each block of
+elements has one byte for each tensor of state."""
 
 
 class StateFormat(ABC):
@@ -128,14 +140,18 @@ class StateFormat(ABC):
         words = rule.packed_words
         if not words:
             return tensors
+        # Packed state has an item of `words` words for each block of `BLOCK_NUMEL` elements.
         return (*tensors, StateTensor(PACKED, Format(f"{PACKED}{words}", 4 * words, BLOCK_NUMEL, "float32")))
 
     def stored_as(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors in which one of a rule's `names` is stored, its own first."""
+        """Return the names of the tensors in which a rule's tensor `name` is stored: its own, then any beside it."""
         return (name,)
 
     def check(self, rule: UpdateRule, values: Any) -> None:
-        """Raise `ConfigError` if this format cannot store a rule's state, given what its `values` has returned."""
+        """Raise `ConfigError` if this format cannot store a rule's state.
+
+        `values` are the hyperparameters, as `UpdateRule.values` has returned them.
+        """
         if self.rounds and rule.packed_words:
             combinations.TYPES_OF_ITS_OWN.refuse("state_format", self.name, rule=rule.name)
 
@@ -146,7 +162,7 @@ class StateFormat(ABC):
 
     def __reduce__(self) -> str:
         """Pickle and copy a format by its name: each exists once."""
-        return self.name.upper()
+        return self.name.upper()  # the variable that holds it in the module of its class
 
     def __repr__(self) -> str:
         return self.name

@@ -52,7 +52,7 @@ class StateSpec:
 
     @property
     def item_bytes(self) -> float:
-        """Bytes of state of an element of a 16-bit weight."""
+        """Bytes of state of an element of a 16-bit weight, without padding; may be a fraction, as with scales."""
         return sum(tensor.format.bytes_each for tensor in self.stored)
 
     def nbytes(self, numel: int) -> int:
@@ -60,27 +60,36 @@ class StateSpec:
         return sum(tensor.format.nbytes(numel) for tensor in self.stored)
 
     def fitting_numel(self, nbytes: int) -> int:
-        """Return the number of elements, a multiple of `sector_numel`, whose state fits into `nbytes`."""
+        """Return the greatest number of elements, a multiple of `sector_numel`, whose state fits into `nbytes`."""
         unit = self.sector_numel
         numel = int(nbytes / self.item_bytes) // unit * unit
-        while self.nbytes(numel) > nbytes:  # with the padding of scales, which `item_bytes` leaves out
+        while self.nbytes(numel) > nbytes:  # because of padding, which `item_bytes` leaves out
             numel -= unit
         return numel
 
     @property
     def sector_numel(self) -> int:
-        """The least number of elements that fill whole sectors of every tensor but `scales`, which is padded."""
+        """The least number of elements that fill whole sectors of every tensor that has an item for each element.
+
+        Tensors with an item for each block, such as scales, are padded instead.
+        """
+        # All are powers of two, so the greatest is a multiple of each.
         return max(tensor.format.sector_numel for tensor in self.stored if tensor.format.item_numel == 1)
 
     @property
     def tile_unit(self) -> int:
-        """The least number of elements that fill sectors of every tensor, a power of two; tiles have multiples."""
+        """The least number of elements that fill whole sectors of every tensor, scales and packed state included.
+
+        A power of two. Where a subgroup has several tiles, a tile has a multiple of it, as no tile is padded but the
+        last.
+        """
         return max(tensor.format.sector_numel for tensor in self.stored)
 
     @property
     def memory_cost(self) -> float:
-        """Bytes that an update reads and writes for each byte of state; gradient and weight have 16 bits."""
-        state_bytes, gradient_bytes, weight_bytes = 2 * self.item_bytes, 2, 2  # state is read and written
+        """Bytes of memory traffic of an update for each byte of state; gradient and weight have 16 bits."""
+        # An element's state is read and written, its gradient is read, and its weight is written.
+        state_bytes, gradient_bytes, weight_bytes = 2 * self.item_bytes, 2, 2
         return (state_bytes + gradient_bytes + weight_bytes) / self.item_bytes
 
 

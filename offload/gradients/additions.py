@@ -42,7 +42,10 @@ MOST_BUFFER_BYTES = 32 << 20
 
 
 def buffer_bytes(slots_bytes: int) -> int:
-    """Return the size of each of the `BUFFERS` buffers, given the size of all slots that are added to; 0 for none."""
+    """Return the size of each of the `BUFFERS` buffers, given the size of all slots that are added to; 0 for none.
+
+    Together they are as large as the slots, in whole sectors, unless `MOST_BUFFER_BYTES` limits them.
+    """
     sectors = ceil_div(slots_bytes, BUFFERS * SECTOR_BYTES)
     return min(sectors * SECTOR_BYTES, MOST_BUFFER_BYTES)
 
@@ -54,9 +57,9 @@ class Filling:
     Attributes:
         buffer: Number of the buffer.
         copies: Copies from the device to the buffer.
-        rows: Additions after that, as the kernel's rows: (target, source, elements), by dtype.
+        rows: Additions after that, by dtype, as the kernel's rows: (address in the slot, in the buffer, elements).
         mark: Mark after the copies; None before they are on their lane.
-        sent: Whether it was certainly given to the thread.
+        sent: Whether it was given to the thread. After an interrupt it may have been, and this is still False.
         ended: Set when the buffer is free again.
     """
 
@@ -75,7 +78,7 @@ Sending = list[Filling]
 class Additions:
     """The additions of one session; `wait_and_clear_error` separates those of two steps.
 
-    `send` belongs to one thread at a time, all else is called between backward passes.
+    One thread at a time calls `prepare` and `send`; all else is called between backward passes.
 
     Args:
         lanes: The session's lanes.
@@ -96,23 +99,31 @@ class Additions:
         self._ended = waits.Latch()  # set when the thread has ended, or can never begin
 
     def prepare(self, gradients: Sequence[tuple[int, int, int, DtypeCode]], slots_bytes: int) -> Sending:
-        """Assign gradients to buffers, so that `send` can copy and add them; a larger `slots_bytes` replaces buffers.
+        """Assign gradients to buffers of the ring, one after another, so that `send` can copy and add them.
+
+        A gradient that does not fit into the rest of a buffer is cut, and goes on in the next buffer. If
+        `slots_bytes` has grown, larger buffers may replace the old ones first.
 
         Args:
             gradients: Rows of (device address, slot's address, elements, dtype).
             slots_bytes: Bytes of all slots that are added to, which size the buffers.
+
+        Returns:
+            The uses of buffers, in the order in which they are sent.
         """
         if not any(numel for _, _, numel, _ in gradients):
             return []
         arena = self._ensure_buffers(buffer_bytes(slots_bytes))
         sending: Sending = []
+        # Of the buffer that is being filled: its copies, its additions, and how much of it is full.
         copies: list[tuple[int, int, int]] = []
         rows: dict[DtypeCode, list[tuple[int, int, int]]] = {}
         filled_bytes = 0
         for source, target, numel, dtype in gradients:
             item_bytes = int(ITEM_BYTES[dtype])
-            done = 0
+            done = 0  # elements of the gradient that have been assigned
             while done < numel:
+                # Both are multiples of `PIECE_ALIGNMENT`. So unless they are equal, there is room for some elements.
                 if filled_bytes == self._buffer_bytes:
                     sending.append(self._next_filling(copies, rows))
                     copies, rows, filled_bytes = [], {}, 0
@@ -134,7 +145,8 @@ class Additions:
             return self.arena
         if self.arena is not None:
             self._wait_for_all()
-            # Copies of forgotten gradients may go on, if an interrupt came before their mark.
+            # Lanes may still copy to these buffers without a filling's mark: gradients that were forgotten after an
+            # interrupt had come between their copies and the mark.
             self._lanes.device.mark(DeviceLane.LEAVING, timed=False).wait()
             self._free_buffers()
         self._buffer_bytes = nbytes
@@ -144,7 +156,10 @@ class Additions:
     def _next_filling(
         self, copies: list[tuple[int, int, int]], rows: dict[DtypeCode, list[tuple[int, int, int]]]
     ) -> Filling:
-        """Return a use of the ring's next buffer, which may still be in use: `send` waits for that."""
+        """Return a use of the ring's next buffer, and go on to the one after it.
+
+        The buffer's last use may not have ended: `send` waits for that.
+        """
         buffer = self._next_buffer
         self._next_buffer = (buffer + 1) % BUFFERS
         return Filling(buffer, as_pieces(copies), rows)
@@ -178,7 +193,7 @@ class Additions:
         """Wait until all gradients that were sent have been added.
 
         Raises:
-            OffloadError: A gradient could not be added.
+            OffloadError: A gradient could not be added. Each call raises this until `wait_and_clear_error`.
         """
         self._wait_for_all()
         if self._error is not None:
@@ -191,7 +206,7 @@ class Additions:
         self._error = None
 
     def _wait_for_all(self) -> None:
-        """Wait until all fillings have ended."""
+        """Wait until all fillings have ended: each buffer's last one, and so all before it."""
         for filling in self._last_fillings:
             if filling is not None:
                 if not filling.sent:  # `send` was interrupted: the thread may not have it
@@ -205,7 +220,10 @@ class Additions:
     # On the thread
 
     def _run_adder(self) -> None:
-        """Add what is sent, until `close`; the thread's function. A second thread returns at once."""
+        """Take fillings from the queue and add their gradients, until `close`; runs on the adding thread.
+
+        A second thread, which an interrupt of `send` may have started, returns at once.
+        """
         if not self._thread_lock.acquire(blocking=False):
             return
         try:
@@ -221,7 +239,8 @@ class Additions:
     def _add(self, filling: Filling) -> None:
         """Wait for a filling's copies, add its gradients, and free its buffer; keep an error for `finish`."""
         try:
-            # Without a mark `send` was interrupted, and its gradients are forgotten.
+            # Without a mark, `send` was interrupted, and the gradients are forgotten. After an error nothing more is
+            # added, as the step is going to fail.
             if filling.mark is not None and self._error is None:
                 filling.mark.wait()
                 for dtype, rows in filling.rows.items():
@@ -244,6 +263,6 @@ class Additions:
         """End the thread and free the buffers; the device has been closed."""
         if self._thread_lock.acquire(blocking=False):  # no thread has begun, and none can begin from now on
             self._ended.set()
-        self._work.put(None)
+        self._work.put(None)  # ends the thread, if there is one
         self._ended.wait()
         self._free_buffers()

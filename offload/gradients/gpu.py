@@ -52,15 +52,15 @@ class _GradientState:
         numel: Elements of the parameter.
         slot: Its slot in host memory; empty if it has none.
         stays: Whether the GPU updates part of the parameter, and so reads the gradient where it lies.
-        host_sums: Host memory of its block sums, or of its fingerprint: one number for each part of a segment that
-            lies in one block.
+        host_sums: Host memory for numbers of 8 bytes: the sums of squares of the gradient's blocks, one each. Later
+            parts of fingerprints: one for each block of a segment, whose blocks begin at its first element.
         device_sums: The memory of the same numbers on the device.
         segment_starts: First element of each of its segments, which may begin anywhere in a block.
         arrivals: Backward passes that have added to it since the last step.
-        address: Where the first one lies on the device; 0 for none.
-        dtype: Of the first one; further ones have the same.
-        mark: Mark after which no lane reads the last one; None before any has arrived.
-        was_added: Whether gradients of further passes are added in host memory.
+        address: Where the first pass's gradient lies on the device; 0 for none.
+        dtype: Of the first pass's gradient; those of further passes have the same.
+        mark: Mark after which no lane reads the last pass's gradient; None before any has arrived.
+        was_added: Whether the gradient of some further pass is added in host memory.
     """
 
     numel: int
@@ -83,7 +83,8 @@ class _GradientState:
     def first_sum_at(self, start: int) -> int:
         """Return the index in `host_sums` of the first number of the segment that begins at element `start`.
 
-        A block in which segments meet has one number for each of them, so each earlier segment adds one.
+        It is the index of the block with that element; and one more for each earlier segment, as a block in which two
+        segments meet has a number for each of them.
         """
         return start // NORM_BLOCK_NUMEL + self.segment_starts.index(start)
 
@@ -103,7 +104,13 @@ class _Collected(NamedTuple):
 
 
 class _FetchOfVisit(NamedTuple):
-    """What fetches a visit's gradients: copies, and marks that the visit's run waits for besides."""
+    """What has to be done before a visit's run can read its gradients.
+
+    Attributes:
+        visit: The visit.
+        marks: Marks to wait for, of gradients that arrived during backward.
+        copies: Copies to host memory to be made and waited for.
+    """
 
     visit: Visit
     marks: list[Mark]
@@ -111,14 +118,17 @@ class _FetchOfVisit(NamedTuple):
 
 
 class Departure:
-    """The mark of a bucket's gradients, which exists before the bucket is sent; lanes may follow `on_lane()` only."""
+    """A `Mark` after the last work that reads a bucket's gradients; it exists before the bucket is sent.
+
+    Whoever needs the device's own mark, so that lanes can follow it, asks `on_lane`, which sends the bucket first.
+    """
 
     def __init__(self, store: GpuGradients) -> None:
         self._store = store
         self.lane_mark: Mark | None = None
-        """The mark on lane `GRADIENTS`; None before the bucket is sent."""
+        """The device's mark on lane `GRADIENTS`; None before the bucket is sent."""
         self.sending: Sending = []
-        """Gradients of further passes, once the bucket is sent."""
+        """The bucket's gradients of further passes, which are to be added in host memory; empty until it is sent."""
 
     def on_lane(self) -> Mark:
         """Send the bucket, if it was not sent; return the device's mark."""
@@ -152,8 +162,8 @@ class _Bucket:
     Attributes:
         caller: The lane of backward on which they are made.
         departure: Their mark.
-        first: Gradients that are the first of their parameters.
-        further: Gradients that are added in host memory.
+        first: Gradients that are the first of their parameters since the last step: summed, and copied to slots.
+        further: Gradients of further passes, which are added to slots in host memory.
         nbytes: Bytes of all gradients.
         sending: Progress of the further ones; None before their buffers are assigned.
     """
@@ -207,14 +217,14 @@ class GpuGradients(GradientStore):
         self._in_transit_bytes = 0
         self._bucket: _Bucket | None = None  # None while nothing is collected
         self._lock = threading.RLock()  # for the bucket and the memory of block sums: several threads use them
-        # Memory of block sums, for the parameters of each `Engine.add`: on the device (address 0 while the sums are
-        # in host memory alone), and in host memory.
+        # Memory of block sums, on the device (address 0 while the sums are in host memory alone) and in host memory.
+        # There is one pair for each time that parameters were added.
         self._regions: list[tuple[Block, Arena]] = []
         self._slots_bytes = 0  # of all slots
         self._slot_addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # by position; 0 where there is none
         self._wide_slots: dict[int, torch.Tensor] = {}  # by position: fp32, for gradients that fit into no slot
         self._unsent_visits: dict[int, _FetchOfVisit] = {}  # by subgroup: fetches of this step that are not enqueued
-        self._gap_bytes = 0  # smaller gaps between slots are padding, which a copy may overwrite
+        self._gap_bytes = 0  # gaps between slots that are smaller than this are padding, which a copy may overwrite
         self._visits_sent_early: set[int] = set()  # visits that have not begun, and whose gradients are on their way
         self.final_read: Mark | None = None
 
@@ -225,7 +235,7 @@ class GpuGradients(GradientStore):
         return super().used_bytes(plan) + sum(wide.nbytes for wide in self._wide_slots.values())
 
     def _needs_slot(self, plan: Plan, position: int) -> bool:
-        """Return whether a visit on the CPU reads some of the parameter's gradient."""
+        """Return whether the CPU updates part of a parameter, in the step or in backward, and needs its gradient."""
         places = plan.layout.places[position]
         return any(plan.needs_gradients(subgroup) for subgroup, _ in places)
 
@@ -236,15 +246,18 @@ class GpuGradients(GradientStore):
         super()._free_unused(unused)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
-        """Make records of the parameters from number `first` on, with host and device memory for their block sums."""
+        """Make records of the parameters from number `first` on, with host and device memory for their block sums.
+
+        Also notes in all records what the plan says of slots and updates.
+        """
         del self.records[first:]  # of a `use_plan` that failed
         layout = plan.layout
         starts_of_added = [_segment_starts(layout, position) for position in range(first, len(layout.places))]
-        # Each segment may share its first block with the segment before, and then has a number of its own for it.
+        # See `first_sum_at`: room for one more number for each segment, which may share a block with the one before.
         counts = [count + len(starts) for count, starts in zip(counts, starts_of_added, strict=True)]
         device_block, host_arena = self._allocate_sums(BLOCK_SUM_BYTES * sum(counts))
         offset = 0
-        empty = torch.empty(0, dtype=torch.float32, device="cpu")
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")  # in the place of slots until `_note_slots`
         for parameter, count, starts in zip(self._parameters[first:], counts, starts_of_added, strict=True):
             no_sums = np.zeros(0, np.uint64)
             host_sums = no_sums if host_arena is None else host_arena.numpy(offset, count, np.uint64)
@@ -278,29 +291,34 @@ class GpuGradients(GradientStore):
             record.stays = any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
         self._slots_bytes = sum(slot.nbytes for slot in self._slots)
         self._slot_addresses, _ = self.slots_at()
-        # The size of the smallest slot: no third slot lies in a smaller gap between two slots.
+        # The size of the smallest possible slot. So a smaller gap between two slots has no other slot in it.
         item_bytes = (
             TORCH_DTYPES[self._slot_settings.dtype_of(parameter)].itemsize for parameter in self._parameters
         )
         self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(item_bytes, default=0)
 
     def _borrow(self, *, buffers: bool, caller: Hashable = None) -> None:
-        """Borrow device memory for block sums that have none, and copy the sums to it; with `buffers` also buffers.
+        """Borrow device memory for block sums that have none there, and copy these sums to it.
 
-        The caller holds the lock. The buffers are for small pieces. Memory is allocated on the stream of `caller`, by
-        default the current one; on the engine thread, where no stream of the user's is current, it must be given.
+        The caller of this method holds the lock.
+
+        Args:
+            buffers: Whether to borrow the buffers for small pieces, too.
+            caller: The stream in whose order memory is borrowed: what `Device.caller` has returned. None for the
+                current stream; on the engine thread, where no stream of the user's is current, it must be given.
         """
         lanes = self.lanes
         device = lanes.device
         in_host_memory = [(block, host) for block, host in self._regions if not block.address]
-        if not in_host_memory:
+        if not in_host_memory:  # memory is not borrowed here, or has been since it was returned last
             return
         caller = device.caller() if caller is None else caller
         if buffers:
             lanes.borrow_buffers(caller)
         addresses = [device.allocate(host.nbytes, caller) for _, host in in_host_memory]
-        lanes.follow_borrowed(caller)
-        # Lane `GRADIENTS` has copied the sums to host memory, in `_copy_sums`.
+        lanes.follow_borrowed(caller)  # earlier work on the caller's stream may still use this memory
+        # Copy the sums back once lane `GRADIENTS` has copied them to host memory, in `_copy_sums`; later work on that
+        # lane waits for these copies.
         device.follow(DeviceLane.H2D, device.mark(DeviceLane.GRADIENTS, timed=False))
         for address, (_, host) in zip(addresses, in_host_memory, strict=True):
             lanes.copy(DeviceLane.H2D, address, host.address, host.nbytes)
@@ -337,7 +355,10 @@ class GpuGradients(GradientStore):
         return np.where(has_arrived, self._slot_addresses, tables.gradients), tables.gradient_dtypes.copy()
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the gradients of some segments, as far as they depart, are in their slots."""
+        """Return whether the gradients of some segments that arrived during backward are in their slots.
+
+        Gradients that lie where they are bound have no mark, and are left out.
+        """
         marks = dict.fromkeys(self.records[segment.parameter].mark for segment in segments)
         return all(mark is None or mark.landed() for mark in marks)
 
@@ -356,14 +377,17 @@ class GpuGradients(GradientStore):
     # During backward
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Departure:
-        """Note that a backward pass's gradient has arrived on the device, and collect it to be sent, or add it.
+        """Note that a backward pass's gradient has arrived on the device.
+
+        A parameter's first gradient since the last step is collected to be sent; further ones are added to it, on the
+        GPU, in host memory, or in both.
 
         Returns:
             The mark after which no lane reads the gradient's memory. But if the record's `stays` is set, the first
             gradient is read, and added to, until `forget`.
 
         Raises:
-            ConfigError: If its dtype is not that of the slot, or of earlier passes.
+            ConfigError: Its elements are not as large as the slot's, or its dtype is not that of earlier passes.
         """
         record = self.records[position]
         with self._lock:
@@ -379,12 +403,17 @@ class GpuGradients(GradientStore):
             else:
                 mark = self._add_further(position, address, dtype)
             record.arrivals += 1
+        # Where the first pass's gradient lies: those of further passes are added to it, or in its slot.
         self.bind(position, record.address, dtype, gathered=True)
-        self._summed_dtypes[position] = dtype
+        self._summed_dtypes[position] = dtype  # the sums are made on a lane, with the bucket, or in `settle`
         return mark
 
     def _add_further(self, position: int, address: int, dtype: DtypeCode) -> Departure:
-        """Add the gradient of a further pass on the GPU, or have it added in host memory, or both."""
+        """Add the gradient of a further pass to the first one, wherever that one is read.
+
+        It is added on the GPU if the gradient stays there, in host memory if it has a slot there, and in both if GPU
+        and CPU update parts of the parameter.
+        """
         record = self.records[position]
         mark = self._accumulate(record, address) if record.stays else None
         if mark is None or record.slot.numel():
@@ -412,7 +441,10 @@ class GpuGradients(GradientStore):
         return bucket.departure
 
     def _accumulate(self, record: _GradientState, address: int) -> Departure:
-        """Add the gradient of a further pass to the first one, on the GPU."""
+        """Add the gradient of a further pass to the first one, on the GPU, and sum the squares of the result.
+
+        This is enqueued at once, without a bucket; the mark returned is after it.
+        """
         device = self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         source = address, record.dtype, record.numel
@@ -442,7 +474,8 @@ class GpuGradients(GradientStore):
                 if (record := self.records[position]).slot.numel()
             ]
             count = len(copies) + len(bucket.further)
-            # Without copies no lane follows; a single one needs no kernel on `PIECES`, which gathers small ones.
+            # Lanes that copy wait for the caller's work: none without copies; `LEAVING` alone for a single copy; for
+            # several also `PIECES`, whose kernel gathers small ones.
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES)[:count]:
                 device.follow(lane, mark)
             if copies:
@@ -451,12 +484,14 @@ class GpuGradients(GradientStore):
             self._sum_squares(bucket.first)
             if bucket.further:
                 self._begin_additions(bucket)
-            if count:  # after the sums, so that these do not wait for their own copies
+            # Copies and sums may read the gradients at the same time. Lane `GRADIENTS` waits for the copies only now,
+            # so that the mark comes after both.
+            if count:
                 device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.LEAVING, timed=False))
             bucket.departure.sending = bucket.sending or []
             bucket.departure.lane_mark = device.mark(DeviceLane.GRADIENTS, timed=self.lanes.wakes)
             self._bucket = None  # only now: an interrupt before this line leaves the bucket to be sent again
-            self.lanes.wake(bucket.departure.lane_mark)
+            self.lanes.wake(bucket.departure.lane_mark)  # updates in backward may wait for these gradients
 
     def _sum_squares(self, gradients: Sequence[_Collected]) -> None:
         """Enqueue kernels that sum the squares of gradients, block by block: one for each dtype."""
@@ -486,7 +521,11 @@ class GpuGradients(GradientStore):
         self.additions.send(bucket.sending)
 
     def _check_dtype(self, record: _GradientState, dtype: DtypeCode) -> None:
-        """Raise `ConfigError` if a gradient's dtype is not that of its slot, or of the passes before."""
+        """Raise `ConfigError` if a gradient cannot lie in its slot, or be added to those of the passes before.
+
+        It lies in the slot in its own dtype, so its elements have to be as large as the slot's. The gradients of all
+        passes have to have the same dtype.
+        """
         has_slot = record.slot.numel() > 0
         is_unlike_slot = has_slot and int(ITEM_BYTES[dtype]) != record.slot.element_size()
         is_unlike_earlier = record.arrivals > 0 and dtype is not record.dtype
@@ -498,7 +537,11 @@ class GpuGradients(GradientStore):
     def keep_until_read(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
         """Keep a gradient that the caller drops until lanes have read it; drop older ones if too much is kept.
 
-        `elsewhere`: its memory is used again on other streams, as FSDP2's are; see `drop_oldest_when_read`.
+        Args:
+            gradient: The gradient.
+            mark: Mark after which no lane reads it.
+            elsewhere: Whether streams other than the caller's use its memory next, as FSDP2's do; see
+                `drop_oldest_when_read`.
         """
         self._drop_read()
         self.in_transit.append((mark, gradient))
@@ -507,18 +550,19 @@ class GpuGradients(GradientStore):
             self.drop_oldest_when_read(elsewhere=elsewhere)
 
     def drop_oldest_when_read(self, *, elsewhere: bool = False) -> None:
-        """Drop the oldest gradient in transit once lanes have read it.
+        """Drop the oldest gradient in transit, such that its memory is used again only once lanes have read it.
 
-        The caller's stream waits for the lanes; with `elsewhere` the calling thread does, as its current stream is
-        not the one that uses the memory next.
+        For that the caller's stream waits for the lanes. With `elsewhere` the calling thread waits itself, as its
+        current stream is not the one that uses the memory next.
         """
         mark, gradient = self.in_transit[0]
         if elsewhere:
             mark.wait()
         else:
             device = self.lanes.device
+            # A lane follows the device's own marks only; `on_lane` sends the bucket first, if need be.
             device.follow(DeviceLane.CALLER, mark.on_lane() if isinstance(mark, Departure) else mark)
-            device.record_use(gradient)
+            device.record_use(gradient)  # its memory may be of another stream, which does not wait by itself
         self._drop_oldest()  # last: after an interrupt before this line, the gradient is still held
 
     def _drop_read(self) -> None:
@@ -527,7 +571,7 @@ class GpuGradients(GradientStore):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Drop the oldest gradient in transit, which no lane reads any more."""
+        """Drop the oldest gradient in transit, whose memory is used again only after lanes have read it."""
         _, gradient = self.in_transit.popleft()
         self._in_transit_bytes -= gradient.nbytes
         if not self.in_transit:  # in case an interrupt has come between popping and subtracting
@@ -536,7 +580,10 @@ class GpuGradients(GradientStore):
     # For updates in backward, of gradients that stay where they are
 
     def final(self, position: int, gradient: torch.Tensor) -> FinalGradient | None:
-        """Return a gradient with the mark after which it is there; None if its slot has another dtype."""
+        """Return a final gradient with the mark after which it is complete; None if its slot has another dtype.
+
+        See `GradientStore.final`.
+        """
         slot = self._slots[position]
         if slot.numel() and slot.dtype is not gradient.dtype:
             return None  # no update before the step can read it: the step copies it to a wide slot
@@ -588,13 +635,14 @@ class GpuGradients(GradientStore):
         *,
         masters: bool = False,
     ) -> npt.NDArray[np.uint64]:
-        """See `GradientStore.fingerprints`: the CPU makes those of gradients that have arrived in their slots.
+        """See `GradientStore.fingerprints`; each is made where its piece lies.
 
-        The device makes those of all other gradients, and of masters.
+        The CPU makes those of gradients that arrived during backward, in their slots. The device makes those of all
+        other gradients, and of masters.
         """
         records = [self.records[position] for position in positions.tolist()]
         on_device = np.array([masters or record.mark is None for record in records], bool)
-        # Of size 0 there is nothing to make.
+        # By a size of 0 the CPU leaves out the pieces on the device.
         fingerprints = super().fingerprints(positions, addresses, np.where(on_device, np.uint64(0), sizes))
         chosen = np.flatnonzero(on_device & (sizes > 0))
         if not chosen.size:
@@ -617,11 +665,19 @@ class GpuGradients(GradientStore):
         begins: npt.NDArray[np.uint64],
         dtypes: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.uint64]:
-        """Return fingerprints of pieces of tensors on the device, one for each parameter; waits for the device.
+        """Return fingerprints of pieces of tensors on the device, and wait for them.
 
-        Each tensor begins at its address in `begins`.
+        The device computes one number for each block of a piece, in the memory of block sums. A piece's fingerprint
+        is the sum of its numbers.
+
+        Args:
+            positions: Parameter of each piece.
+            addresses: Address of each piece.
+            sizes: Bytes of each piece.
+            begins: Address of the tensor that each piece is a part of.
+            dtypes: Element type of each piece.
         """
-        starts = (addresses - begins) // ITEM_BYTES[dtypes]
+        starts = (addresses - begins) // ITEM_BYTES[dtypes]  # each piece's first element in its tensor
         numels = sizes // ITEM_BYTES[dtypes]
         # The results overwrite block sums, which are needed no more: a norm has been computed by now.
         self._summed_dtypes[positions] = DtypeCode.NONE
@@ -631,7 +687,7 @@ class GpuGradients(GradientStore):
         with self._lock:
             self._borrow(buffers=False, caller=lanes.caller)
             for lane in (DeviceLane.LEAVING, DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
-                # After updates, and after the caller's work, which the lanes have followed.
+                # After updates, and after the caller's work, which these lanes have followed as the step began.
                 device.follow(DeviceLane.GRADIENTS, device.mark(lane, timed=False))
             targets = [
                 record.device_sums.address + number * BLOCK_SUM_BYTES
@@ -651,11 +707,11 @@ class GpuGradients(GradientStore):
     # Between passes
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """Note where a parameter's gradient lies; unless `gathered`, forget those of it that have arrived."""
+        """Note where a parameter's gradient lies; unless `gathered`, forget its gradients that have arrived."""
         super().bind(position, address, dtype, gathered)
         record = self.records[position]
         if not gathered and record.arrivals:  # the caller has bound another gradient
-            self.finish()
+            self.finish()  # the slot is free for this one only when nothing is added there any more
             record.reset()
 
     def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -680,24 +736,32 @@ class GpuGradients(GradientStore):
         self.additions.finish()
 
     def settle(self) -> None:
-        """Wait until all additions are finished, and all block sums are up to date in host memory."""
+        """Wait until all additions are finished, and all block sums are up to date in host memory.
+
+        Also returns borrowed device memory, and drops the gradients in transit that lanes have read.
+        """
         self.finish()
         self._copy_sums_to_host()
         self.lanes.device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         self._drop_read()
         for record in self.records:
-            # The device has summed the first gradient alone; the slot has the sum of all passes.
+            # The device has summed the squares of the first pass's gradient alone. The gradient of all passes is in
+            # the slot, and its squares are summed there. (For one that stays, `_accumulate` has summed them.)
             if record.was_added and not record.stays:
                 slot_address = record.slot.data_ptr()
                 sums_address = record.blocks.ctypes.data
                 self._kernel.gradient_blocks(slot_address, record.dtype, record.numel, sums_address)
 
     def forget(self) -> None:
-        """Drop all gradients: the next one of each parameter is its first. Waits for additions under way."""
+        """Drop all gradients: the next one of each parameter is its first. Waits for additions under way.
+
+        Also forgets an error of additions, and returns borrowed device memory.
+        """
         device = self.lanes.device
         for _, gradient in self.in_transit:
             device.record_use(gradient)
-        # The caller's stream reuses their memory only once lane `GRADIENTS`, the last to read them, has passed.
+        # The caller's stream may use their memory again, but only after what is on lane `GRADIENTS` now, which comes
+        # after all else that reads them.
         mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         device.follow(DeviceLane.CALLER, mark)
         self._drop_bucket(mark)
@@ -708,9 +772,9 @@ class GpuGradients(GradientStore):
         self.return_borrowed()
 
     def _drop_bucket(self, mark: Mark) -> None:
-        """Drop the bucket unsent, if there is one; whoever follows its departure then follows `mark`."""
+        """Drop the bucket unsent, if there is one; whoever has yet to wait for its departure waits for `mark`."""
         with self._lock:
-            if self._bucket is not None:  # no lane has begun to read its gradients
+            if self._bucket is not None:  # no lane reads its gradients, so any mark will do
                 self._bucket.departure.lane_mark = mark
                 self._bucket = None
 
@@ -737,7 +801,12 @@ class GpuGradients(GradientStore):
         return len(self._wide_slots) > wide_slots_before
 
     def _fetch_of(self, plan: Plan, visit: Visit) -> _FetchOfVisit:
-        """Return what fetches the gradients of a visit; name in the step's rows where the CPU reads copied ones."""
+        """Return what has to be done before a visit's run can read its gradients.
+
+        A gradient that arrived during backward has a mark; one that did not lies where it is bound on the device. A
+        run on the GPU reads both where they lie, and waits for the mark. A run on the CPU waits for the mark if the
+        gradient has departed to its slot. All others are copied to host memory for it, and the step's rows say where.
+        """
         rows = self._tables.step_rows
         copies: list[tuple[int, int, int]] = []
         marks: list[Mark] = []
@@ -747,9 +816,9 @@ class GpuGradients(GradientStore):
                 continue
             mark = self.records[position].mark
             has_departed = mark is not None and self._slots[position].numel()
-            if mark is not None and (visit.gpu or has_departed):  # it is where the run reads it, or on its way there
+            if mark is not None and (visit.gpu or has_departed):
                 marks.append(mark.on_lane())
-            elif not visit.gpu:  # else the GPU reads it where it is bound
+            elif not visit.gpu:
                 if mark is not None:  # it has stayed for the GPU, but the CPU updates it in this step
                     for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                         self.lanes.device.follow(lane, mark.on_lane())
@@ -757,7 +826,10 @@ class GpuGradients(GradientStore):
         return _FetchOfVisit(visit, list(dict.fromkeys(marks)), as_pieces(copies))
 
     def _copy_of(self, segment: Segment, rows: StepRows) -> tuple[int, int, int]:
-        """Have `rows` name a slot for a segment's gradient; return the copy to it: (source, target, bytes)."""
+        """Return the copy of a segment's gradient to host memory: (source, target, bytes); note its place in `rows`.
+
+        The place is the parameter's slot, or a wide slot if it has none or a narrower one.
+        """
         position = segment.parameter
         item_bytes = TORCH_DTYPES[DtypeCode(self._tables.gradient_dtypes[position])].itemsize
         slot = self._slots[position]
@@ -771,7 +843,7 @@ class GpuGradients(GradientStore):
     def fetch_for_visit(self, subgroup: int) -> None:
         """Enqueue copies of the gradients of a visit that begins, and of the next visits; each run waits for its own.
 
-        The step does not copy all gradients when it begins: no update starts while copies are enqueued, and other
+        Not all gradients are copied when the step begins: no update starts while copies are being enqueued, and other
         copies from the GPU would wait for all of them.
         """
         if subgroup in self._unsent_visits:
@@ -780,7 +852,7 @@ class GpuGradients(GradientStore):
         self._fetch_next()
 
     def coming(self, subgroup: int) -> None:
-        """Enqueue copies of a visit's gradients while its state is fetched, as it runs once the state is there."""
+        """Enqueue copies of a visit's gradients as its state starts to be fetched: it runs once both are there."""
         if subgroup in self._unsent_visits:
             self._fetch_before_visit(subgroup)
 
@@ -788,7 +860,7 @@ class GpuGradients(GradientStore):
         """Enqueue copies of the gradients of a visit that has not begun."""
         fetch = self._unsent_visits.pop(subgroup)
         self.lanes.fetch_gradients(*fetch, self._gap_bytes)
-        if len(fetch.copies):
+        if len(fetch.copies):  # a visit that only waits for marks, or runs on the GPU, copies nothing ahead
             self._visits_sent_early.add(subgroup)
 
     def _fetch_next(self) -> None:

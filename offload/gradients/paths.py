@@ -37,7 +37,10 @@ class Filler(Protocol):
         """Return a context in which no other thread closes the session, or has gradients arrive."""
 
     def borrow_buffer(self, subgroup: int) -> int:
-        """Return a subgroup's buffer, which belongs to the caller until the next call, a step, or `drop`.
+        """Return the number of a subgroup's buffer, which the caller may fill until the next call, a step, or `drop`.
+
+        The buffer that the last call has returned is released: it may be written to the paths, and given to another
+        subgroup. This waits until there is a buffer.
 
         Raises:
             SessionBrokenError: The session was closed, or is broken.
@@ -53,8 +56,11 @@ class Filler(Protocol):
 class PathGradients(GradientStore):
     """The gradients of one session with `gradient_memory`; see the module.
 
+    A gradient is announced when it is about to arrive, then copied, then has arrived. From announcement to arrival
+    its parameter is in `_incomplete`; it stays there if an interrupt ends the copy.
+
     Args:
-        parts: See `GradientStore`.
+        parts: The arguments of `GradientStore`.
         lanes: The session's lanes, which copy gradients to host memory.
         filler: Gives buffers to fill.
     """
@@ -68,13 +74,14 @@ class PathGradients(GradientStore):
         # How many gradients of each parameter have been added to its buffers since the last step.
         self._arrivals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._filling: tuple[int, int] | None = None  # subgroup and address of the buffer that is being filled
-        self._incomplete: dict[str, None] = {}  # parameters whose gradients are being copied; also after an interrupt
+        self._incomplete: dict[str, None] = {}  # parameters whose gradients were announced, and have not arrived
         self._announced: set[str] = set()  # those of them whose copy has not begun
-        self._drops = 0  # how often all gradients were forgotten or used: shows that it happened during a copy
+        self._drops = 0  # how often all gradients were forgotten or used, so that a copy under way notices it
         self._buffers: Arena | None = None
         self._buffer_bytes = 0  # of each buffer
         self._bounce_address = 0  # of the buffer that a gradient is copied to first from a device
-        # A norm's block that lies in several segments: its bytes, until the first of these segments is stored.
+        # Elements (of up to 4 bytes) of a norm's block that lies in several segments: those that have been stored so
+        # far. See `_store_segment`.
         self._block_at_edge = np.zeros(NORM_BLOCK_NUMEL * 4, np.uint8)
 
     # Memory
@@ -100,7 +107,10 @@ class PathGradients(GradientStore):
             self._enlarge_buffers(plan)
 
     def _enlarge_buffers(self, plan: Plan) -> None:
-        """Allocate a larger arena of buffers, copy what is in the old ones, and free those."""
+        """Allocate a larger arena of buffers, and copy the content of each old buffer to the new one of its number.
+
+        The old arena is freed, so addresses in it are forgotten. The engine's memory is told the new ones.
+        """
         old = self._buffers
         self._buffers = self._memory.allocate_arena(self.used_bytes(plan))
         if old is not None:
@@ -132,23 +142,25 @@ class PathGradients(GradientStore):
         """Copy or add the gradient of one backward pass to buffers, which may wait for the paths.
 
         Raises:
-            ConfigError: Its dtype is wider than that in which gradients are kept, or an earlier pass was interrupted.
+            ConfigError: Its dtype is not that in which gradients are kept, and cannot be widened to that (only to
+                float32, and not on a device); or an earlier pass was interrupted.
         """
         with self._filler.turn():
             self._copy_or_add(position, address, dtype)
 
     def _copy_or_add(self, position: int, address: int, dtype: DtypeCode) -> None:
-        """Copy or add a gradient to its buffers, segment by segment.
+        """Copy a parameter's first gradient since the last step to its buffers, or add a further one to it there.
 
-        A signal handler may drop all gradients in between (`_drops` grows): then the rest of this one is dropped too.
+        It goes segment by segment. A signal handler may drop all gradients in between (`_drops` grows): then the rest
+        of this one is dropped, too.
         """
         parameter = self._parameters[position]
-        if parameter.name not in self._announced:
+        if parameter.name not in self._announced:  # the caller has not announced it itself
             self.announce(position)
         self._announced.discard(parameter.name)
         kept_dtype = self._slot_settings.dtype_of(parameter)
         item_bytes = int(ITEM_BYTES[kept_dtype])
-        can_widen = kept_dtype is DtypeCode.FLOAT32 and not self._lanes.bounces  # not from a device
+        can_widen = kept_dtype is DtypeCode.FLOAT32 and not self._lanes.bounces  # not if it lies on a device
         if dtype is not kept_dtype and not can_widen:
             advice = 'let autograd make it in the dtype of its weight, or set gradient_dtype="float32"'
             raise ConfigError(f"gradient of {parameter.name}", TORCH_DTYPES[dtype], advice)
@@ -158,7 +170,7 @@ class PathGradients(GradientStore):
             address = widened.data_ptr()
         is_first = not self._arrivals[position]
         drops = self._drops
-        target = 1  # of a parameter without segments: any address that is not 0
+        target = 1  # what is bound below without segments: an address that nobody reads, but not 0, which means none
         for subgroup, segment in self._segments[position]:
             target = self._address_to_fill(subgroup) + segment.offset * item_bytes
             source = self._lanes.copy_gradient_to_host(
@@ -170,16 +182,17 @@ class PathGradients(GradientStore):
         if self._drops != drops:
             return
         self._arrivals[position] += 1
-        super().bind(position, target, kept_dtype, gathered=True)  # runs are told where buffers are
+        # The address only shows that there is a gradient: each run is told where its subgroup's buffer is.
+        super().bind(position, target, kept_dtype, gathered=True)  # this class's own `bind` refuses callers
         self._summed_dtypes[position] = kept_dtype
         self._incomplete.pop(parameter.name, None)
 
     def announce(self, position: int) -> None:
-        """Note that a gradient is about to arrive: if an interrupt keeps it from that, the pass counts as incomplete.
+        """Note that a gradient is about to arrive, so that an interrupt before its arrival is noticed.
 
         Raises:
-            ConfigError: This parameter's last gradient never arrived. (Others' may be on their way just now: that all
-                have arrived is checked by the step.)
+            ConfigError: This parameter's last gradient never arrived. (Gradients of other parameters are not checked,
+                as they may be on their way just now; the step checks all.)
         """
         name = self._parameters[position].name
         if name in self._incomplete:
@@ -196,7 +209,7 @@ class PathGradients(GradientStore):
         combinations.GRADIENTS_READ.refuse("gradient_memory", "below that of all gradients")
 
     def _address_to_fill(self, subgroup: int) -> int:
-        """Return the address of a subgroup's buffer; request it, and wait for it, if another one was being filled."""
+        """Return the address of a subgroup's buffer; request it, and wait for it, unless it is being filled."""
         if self._filling is not None and self._filling[0] == subgroup:
             return self._filling[1]
         self._filling = None  # the request releases the last buffer, even if it then fails
@@ -209,41 +222,51 @@ class PathGradients(GradientStore):
     ) -> None:
         """Copy or add a segment's part of a gradient to its buffer, and sum the squares of the result by blocks.
 
-        A block that lies in several segments is summed with its first segment, which is stored last: segments are
-        stored from the last one on. Parts of the block in later segments are kept in `_block_at_edge` until then.
+        Blocks are counted from the parameter's first element, and segments begin anywhere in them. So a segment may
+        have, in this order: the end of a block that begins in the segment before, whole blocks, and the beginning of
+        a block that ends in the next segment. Segments are stored from the last one on. The end of a block is kept in
+        `_block_at_edge`, and the block is summed when the segment with its beginning is stored.
+
+        Args:
+            position: The parameter.
+            segment: The segment.
+            source: Address of the segment's part of the gradient, in host memory.
+            target: Address of the segment's place in the buffer.
+            dtype: Element type of both.
+            is_first: Whether the gradient is the first since the last step, to be copied; else it is added.
         """
         item_bytes = int(ITEM_BYTES[dtype])
         edge = self._block_at_edge.ctypes.data
+        # In elements of the parameter: the segment is from `start` to `end`, its whole blocks from `first` to `last`.
+        # The parameter's last block counts as whole, though it may be shorter.
         start = segment.start
         end = segment.start + segment.numel
         numel = self._parameters[position].numel
-        # Whole blocks lie from `first` to `last`. Before `first` is the end of a block that begins in the segment
-        # before; after `last` is the beginning of a block that ends in the next segment.
         first = min(end, round_up(start, NORM_BLOCK_NUMEL))
         last = max(first, end if end == numel else end // NORM_BLOCK_NUMEL * NORM_BLOCK_NUMEL)
         if is_first:
-            # Whole blocks are copied by the kernel that sums them.
+            # Whole blocks are copied below, by the kernel that sums them.
             for begin, stop in ((start, first), (last, end)):
                 offset = (begin - start) * item_bytes
                 ctypes.memmove(target + offset, source + offset, (stop - begin) * item_bytes)
         else:
             self._kernel.add(np.array([(target, source, segment.numel)], np.uint64), dtype)
-        if last > first:
+        if last > first:  # there are whole blocks
             offset = (first - start) * item_bytes
             summed = source if is_first else target
             copy = (target + offset, dtype) if is_first else ()
             sums = self._sum_address(position, first)
             self._kernel.gradient_blocks(summed + offset, dtype, last - first, sums, *copy)
-        if end > last:  # the rest of this block was kept before
+        if end > last:  # the beginning of a block: `edge` has the rest of it, so that it can be summed
             ctypes.memmove(edge, target + (last - start) * item_bytes, (end - last) * item_bytes)
             block_numel = min(NORM_BLOCK_NUMEL, numel - last)
             self._kernel.gradient_blocks(edge, dtype, block_numel, self._sum_address(position, last))
-        if first > start:  # keep this part of the block
+        if first > start:  # the end of a block, or a part in its middle: keep it at its place in the block
             offset_in_block = start % NORM_BLOCK_NUMEL * item_bytes
             ctypes.memmove(edge + offset_in_block, target, (first - start) * item_bytes)
 
     def _sum_address(self, position: int, element: int) -> int:
-        """Return the address of the sum of the block that begins at an element of a parameter."""
+        """Return the address of a block's sum; the block is the one that begins at an element of a parameter."""
         return int(self._blocks_at[position]) + BLOCK_SUM_BYTES * (element // NORM_BLOCK_NUMEL)
 
     # Between steps
@@ -254,7 +277,13 @@ class PathGradients(GradientStore):
         return None
 
     def begin_step(self, plan: Plan, visits: object) -> bool:
-        """Note that a step uses all gradients, and the next are a new step's; return False: no memory was added."""
+        """Note that a step uses all gradients that have arrived: the next ones are for the step after it.
+
+        The buffer that was filled last is released, so that the step can read it.
+
+        Returns:
+            False: no memory was added.
+        """
         self._filler.begin_step()
         self._reset()
         return False
@@ -278,7 +307,7 @@ class PathGradients(GradientStore):
             raise self._incomplete_error(next(iter(self._incomplete)))
 
     def _incomplete_error(self, name: str) -> ConfigError:
-        """Return what is raised after a pass that was interrupted while a parameter's gradient arrived."""
+        """Return the error for a pass that was interrupted while this parameter's gradient arrived."""
         given = f"an interrupted pass, at {name}"
         return ConfigError("gradients", given, "call optimizer.zero_grad(), and take the backward passes again")
 

@@ -110,7 +110,7 @@ class GradientStore:
     # Memory
 
     def used_bytes(self, plan: Plan) -> int:
-        """Return the host memory for gradients: those that the CPU uses, and unused slots."""
+        """Return the bytes of host memory for gradients with a plan: its slots, unused slots, and buffers."""
         parameters = [
             parameter
             for number, parameter in enumerate(plan.layout.parameters)
@@ -119,12 +119,12 @@ class GradientStore:
         return self._slot_settings.total_bytes(parameters)
 
     def missing_bytes(self, plan: Plan) -> int:
-        """Return the host memory that `use_plan` would allocate."""
+        """Return the bytes of host memory that `use_plan` would allocate."""
         parameters = plan.layout.parameters
         return sum(self._slot_settings.bytes_of(parameters[number]) for number in self._positions_without_slot(plan))
 
     def _positions_without_slot(self, plan: Plan) -> list[int]:
-        """Return positions of the parameters that need a slot with a plan, and have none."""
+        """Return positions of the parameters that need a slot with a plan, and have no memory for one."""
         return [
             number
             for number, parameter in enumerate(plan.layout.parameters)
@@ -150,13 +150,16 @@ class GradientStore:
             OffloadError: There is not enough memory; the old slots are unchanged.
         """
         first = len(before.parameters)
-        # Clear what a `use_plan` that failed has left behind, of parameters that `before` has not.
+        # An earlier `use_plan` may have failed, and left entries and slots of parameters that `before` has not: clear
+        # these.
         del self._slots[first:], self._blocks[first:]
+        # An arena's positions ascend, so if its first parameter is none of `before`, none of them is.
         self._free_unused([arena for arena in self._arenas if arena.positions[0] >= first])
         self._parameters = plan.layout.parameters
         self._allocate_slots(self._positions_without_slot(plan))
         self._choose_slots(plan)
         added = len(self._parameters) - first
+        # The zeros are `DtypeCode.NONE`: nothing has been summed of added parameters.
         self._summed_dtypes = np.concatenate([self._summed_dtypes[:first], np.zeros(added, np.int32)])
         self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
         counts = [blocks_numel(parameter.numel) for parameter in self._parameters[first:]]
@@ -168,8 +171,9 @@ class GradientStore:
         )
 
     def _choose_slots(self, plan: Plan) -> None:
-        """Give each parameter that needs a slot with a plan the one it has, and an empty one to all others."""
+        """Fill `_slots`: parameters that need a slot with a plan have theirs there, and all others an empty one."""
         for number, parameter in enumerate(self._parameters):
+            # One that needs a slot has no memory for it if there are no slots at all, or if it has no elements.
             slot = self._slot_memory.get(number) if self._needs_slot(plan, number) else None
             if slot is None:
                 slot = torch.empty(0, dtype=TORCH_DTYPES[self._slot_settings.dtype_of(parameter)], device="cpu")
@@ -180,7 +184,7 @@ class GradientStore:
         sizes = [self._slot_settings.bytes_of(self._parameters[number]) for number in positions]
         if not positions:
             return
-        # A forked child may look at .grad, so gradients are inherited as torch's own are.
+        # A forked child may look at `.grad`, so it inherits this memory, as it does torch's own.
         arena = self._memory.allocate_arena(sum(sizes), inherit=True)
         self._arenas.append(SlotArena(arena, tuple(positions)))
         offset = 0
@@ -199,7 +203,10 @@ class GradientStore:
             self._memory.free_arena(slot_arena.arena)
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
-        """Return new memory for block sums of the parameters from number `first` on: `counts` of each."""
+        """Return new memory for block sums of the parameters from number `first` on.
+
+        `counts` has the number of blocks of each of these parameters.
+        """
         raise NotImplementedError
 
     def slot(self, position: int) -> torch.Tensor:
@@ -231,15 +238,18 @@ class GradientStore:
         return None
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the gradients of some segments, as far as they depart from a GPU, are in their slots."""
+        """Return whether the gradients of some segments, which have arrived, are in their slots.
+
+        Gradients that do not depart from a GPU are left out. In host memory all are where updates read them.
+        """
         return True
 
     # Gradients that updates in backward read, and that lie in no slot
 
     def final(self, position: int, gradient: torch.Tensor) -> FinalGradient | None:
-        """Return a final gradient for updates during backward, which read it where it lies; on the caller's thread.
+        """Return a final gradient, so that updates during backward read it where it lies; on the caller's thread.
 
-        None if these updates cannot read it.
+        Return None if these updates cannot read it.
         """
         return gradient, None
 
@@ -274,16 +284,17 @@ class GradientStore:
     # Between steps
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
-        """Copy or add the gradient of a backward pass, or note it; return the mark after which no lane reads it.
+        """Copy or add the gradient of a backward pass, or note it.
 
-        None where there are no lanes: it has been read.
+        Returns:
+            The mark after which no lane reads the gradient; None where there are no lanes, and it has been read.
         """
         raise NotImplementedError
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
-        """Note where a parameter's gradient lies; unless `gathered`, its squares have to be summed for a norm.
+        """Note where a parameter's gradient lies.
 
-        `gathered` is set where its squares were summed as it arrived.
+        `gathered` is whether its squares were summed as it arrived; else they are summed when a norm is asked for.
         """
         self._tables.gradients[position] = address
         self._tables.gradient_dtypes[position] = dtype
@@ -325,13 +336,16 @@ class HostGradients(GradientStore):
         bound_addresses = self._tables.gradients.tolist()
         return [
             (address, slot.nbytes)
-            # More slots than parameters: of a `use_plan` that failed.
+            # There may be more slots than parameters, of a `use_plan` that failed.
             for slot, address in zip(self._slots, bound_addresses, strict=False)
             if address == slot.data_ptr() and address  # 0: an empty slot's
         ]
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
-        """Copy a gradient to its slot, if it has one, and sum its squares in the same pass."""
+        """Copy a gradient to its slot, if it has one, and sum its squares in the same pass.
+
+        It is bound in the slot then; without a slot it stays, and is bound, where it is.
+        """
         slot = self._slots[position]
         if slot.numel():
             target, target_dtype = slot.data_ptr(), DTYPE_CODES[slot.dtype]
@@ -340,7 +354,7 @@ class HostGradients(GradientStore):
             self._sum_and_copy(position, address, dtype, target=address, target_dtype=dtype)
 
     def _sum_changed(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Sum the squares of those gradients that have changed since they were summed."""
+        """Sum the squares of those gradients that have changed since they were summed; return all positions."""
         tables = self._tables
         numbers = np.array(positions, np.int64)
         for position in numbers[~self._have_current_sums(numbers)].tolist():
@@ -352,11 +366,15 @@ class HostGradients(GradientStore):
     def _sum_and_copy(
         self, position: int, address: int, dtype: DtypeCode, target: int, target_dtype: DtypeCode
     ) -> None:
-        """Sum the squares of a gradient, copy it to its target (its own address: no copy), and bind it there."""
+        """Sum the squares of a gradient by blocks, copy it to its target in the same pass, and bind it there.
+
+        A target that is the gradient's own address means that nothing is copied. Also notes the gradient's
+        fingerprint, which the kernel makes in the same pass, for `_have_current_sums`.
+        """
         numel = self._parameters[position].numel
         copies = target != address
         if numel:  # else there is no block
-            self._summed_dtypes[position] = DtypeCode.NONE  # in case this is interrupted
+            self._summed_dtypes[position] = DtypeCode.NONE  # in case of an interrupt: the old sums are overwritten
             self._fingerprints[position] = self._kernel.gradient_blocks(
                 address,
                 dtype,
@@ -377,7 +395,9 @@ class HostGradients(GradientStore):
         """
         tables = self._tables
         same: npt.NDArray[np.bool_] = self._summed_dtypes[positions] == tables.gradient_dtypes[positions]
-        candidates = positions[same]  # fingerprints of the others are not needed
+        # So far the mask `same` tells whether the sums are of a gradient of this dtype. Only such gradients are
+        # fingerprinted; then the mask is narrowed to those with the old fingerprint.
+        candidates = positions[same]
         sizes = self._numels[candidates] * ITEM_BYTES[tables.gradient_dtypes[candidates]]
         fingerprints = self._kernel.fingerprints(tables.gradients[candidates], sizes)
         same[same] = fingerprints == self._fingerprints[candidates]

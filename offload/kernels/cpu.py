@@ -35,7 +35,11 @@ measures them."""
 
 
 def prefetch_setting(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return the two distances that `PREFETCH_SETTING` sets; None if it is not set.
+    """Return how many bytes ahead updates are to prefetch, as `PREFETCH_SETTING` says; None if it is not set.
+
+    Returns:
+        Two distances: for formats without scales and for formats with scales. If the setting is one number, both are
+        that number.
 
     Raises:
         ConfigError: They cannot be used.
@@ -51,7 +55,7 @@ def prefetch_setting(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
     if len(numbers) not in (1, 2) or not all(0 <= number <= most for number in numbers):
         advice = f"give one number of bytes or two, such as 512 or 2048,512, each from 0 to {most}"
         raise ConfigError(PREFETCH_SETTING, setting, advice)
-    return numbers[0], numbers[-1]
+    return numbers[0], numbers[-1]  # of one number both are that one
 
 
 class StreamVariant(IntFlag):
@@ -76,7 +80,7 @@ def instruction_sets() -> list[str]:
 def norm_sq_at(addresses: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]) -> float:
     """Return the squared L2 norm of gradients from each parameter's block sums, in the order of parameters.
 
-    Not finite exactly if a gradient held an infinity or a NaN (or the norm is beyond float64).
+    It is infinite or NaN if a gradient has an element that is (or if the sum is beyond float64), and only then.
 
     Args:
         addresses: Where each parameter's block sums (float64) lie, in the order of parameters.
@@ -93,6 +97,8 @@ class CpuUpdateKernel:
 
     `submit` and `close` may be called from any thread; so may `run` and `gradient_blocks`, which share the
     workers with submitted updates. Updates in flight at once must not share memory. Also a context manager.
+
+    If `PREFETCH_SETTING` is set, making a kernel sets how far ahead all kernels of the process prefetch.
 
     Args:
         queue: Where submitted updates report, an `offload._native.CompletionQueue`. None if only the
@@ -121,6 +127,7 @@ class CpuUpdateKernel:
             _native.set_prefetch_bytes(*prefetch_bytes)
         self._can_submit = queue is not None
         self._closed = False
+        # Native code always takes a queue; without `submit` nothing is reported to it. "" is the fastest set.
         self._native = _native.CpuKernels(
             _native.CompletionQueue() if queue is None else queue, threads, instruction_set or ""
         )
@@ -138,8 +145,8 @@ class CpuUpdateKernel:
     def submit(self, op: int, table: npt.NDArray[Any]) -> None:
         """Start updating the segments of `table`; completes on the queue as operation `op`.
 
-        The table is copied; the memory it points at must live until the completion, whose `started_s` is
-        when the first worker took it up.
+        The table is copied; the memory it points at must live until the completion. The completion's `started_s` is
+        when the first worker took the update up.
 
         Args:
             op: Comes back in the completion.
@@ -155,10 +162,11 @@ class CpuUpdateKernel:
         self._call("submit", op, rows.ctypes.data, rows.size)
 
     def submit_sealed(self, op: int, table: npt.NDArray[Any], state: SealedState, expected: Seal | None) -> Seal:
-        """As `submit`, and verify the state's checksums before the update and make new ones after it.
+        """Start an update, as `submit` does, that verifies the state's checksums first and makes new ones afterwards.
 
-        A block of the state that does not match `expected` is not updated, and the completion says `ERROR_CHECKSUM`,
-        with (the tensor's number << 32 | the tile's) as its detail.
+        Both are done block by block, while a block is in the cache for its update. A block that does not match
+        `expected` is not updated, and the completion says `ERROR_CHECKSUM`, with (the tensor's number << 32 | the
+        tile's) as its detail.
 
         Args:
             op: Comes back in the completion.
@@ -202,9 +210,10 @@ class CpuUpdateKernel:
         destination_address: int = 0,
         destination_dtype: DtypeCode = DtypeCode.NONE,
     ) -> int:
-        """Write the sums of squares of a gradient's blocks, and optionally copy it, in one pass.
+        """Write the sum of squares of each block of a gradient, and optionally copy the gradient, in one pass.
 
-        Synchronous; the GIL is released. 65536 elements or fewer are done on the calling thread.
+        A block is `NORM_BLOCK_NUMEL` elements, counted from the gradient's start. Synchronous; the GIL is released.
+        65536 elements or fewer are done on the calling thread.
 
         Args:
             source_address: Address of the gradient, any alignment.
@@ -258,12 +267,13 @@ class CpuUpdateKernel:
         return result
 
     def add(self, rows: npt.NDArray[np.uint64], dtype: DtypeCode) -> None:
-        """Add gradients to others of the same dtype, element by element as torch's `add_` (a NaN is the quiet one).
+        """Add gradients to other gradients of the same dtype in place, as torch's `add_` does.
 
-        Synchronous; the GIL is released.
+        A NaN comes out as a quiet one. Synchronous; the GIL is released.
 
         Args:
-            rows: Of (target, source, elements), at any alignment; no target overlaps anything else.
+            rows: Rows of (address of the target, address of the source, elements), at any alignment. The source is
+                added to the target. No target overlaps anything else.
             dtype: Of all elements.
 
         Raises:
@@ -277,8 +287,8 @@ class CpuUpdateKernel:
     def stream(self, table: npt.NDArray[Any], variant: StreamVariant) -> None:
         """Move the bytes that `run` would move, with next to no arithmetic, to measure what memory allows.
 
-        State is negated, 16-bit gradients are copied to 16-bit weights. Up to 63 elements at the end of a
-        segment may be left out, and scales are.
+        Master and state are negated, 16-bit gradients are copied to 16-bit weights. Scales are left out, and so may
+        be up to 63 elements at the end of a segment.
 
         Args:
             table: As for `run`; every segment with a 16-bit gradient and a 16-bit weight. With
@@ -302,7 +312,7 @@ class CpuUpdateKernel:
 
     def close(self) -> None:
         """Finish what is in flight and end the threads; idempotent."""
-        self._closed = True
+        self._closed = True  # first: what another thread calls from here on is refused
         self._native.close()
 
     def __enter__(self) -> Self:

@@ -51,8 +51,8 @@ class DeviceKernel(ABC):
         """Send the table of an update on the current stream to the device.
 
         The table is copied before this returns; the memory it points at must live until the stream has done the
-        update. Fastest if addresses are multiples of four elements; for formats with scales, if this holds for the
-        first element of a segment's first block, which may lie before the segment.
+        update. The update is fastest if all addresses are multiples of four elements. For formats with scales these
+        are the addresses at which a segment's first block begins, up to 63 elements before the segment.
 
         Args:
             table: From `offload.kernels.table`, shape [segments], contiguous, in host memory. Its addresses are this
@@ -65,7 +65,7 @@ class DeviceKernel(ABC):
             InternalError: The table cannot be right. Nothing was enqueued.
         """
         table = as_segment_rows(table)
-        problem = _native.check_table(table.ctypes.data, table.size)
+        problem = _native.check_table(table.ctypes.data, table.size)  # a text, empty if the table is right
         invariant(not problem, problem)
         return self._send(table)
 
@@ -85,10 +85,11 @@ class DeviceKernel(ABC):
         *,
         accumulate: bool = False,
     ) -> None:
-        """Enqueue the sums of squares of a gradient's blocks, and its copy into or addition to a slot, in one pass.
+        """Enqueue one pass over a gradient: sums of squares of its blocks, and its copy into or addition to a slot.
 
-        A block's sum is not finite exactly if one of its elements is not, so the sums are the overflow flag too.
-        Added in order on the host (`offload.kernels.norm_sq_at`), they are the norm.
+        A block is `NORM_BLOCK_NUMEL` elements. Its sum is infinite or NaN if, and only if, one of its elements is, so
+        the sums are the overflow flag too. Added in order on the host (`offload.kernels.norm_sq_at`), they are the
+        squared norm.
 
         Args:
             source_address: Address of the gradient on this device, a multiple of its element's size.
@@ -129,6 +130,7 @@ class DeviceKernel(ABC):
             InternalError: The table cannot be right. Nothing was enqueued.
         """
         not_empty = pieces[pieces[:, 2] > 0]
+        # Sizes are not 0 here, so a 0 is an address.
         invariant(bool(not_empty.all()), "a piece of memory at address 0")
         invariant(not (not_empty % np.uint64(2)).any(), "a piece of memory that is not made of 16-bit words")
         if len(not_empty):
@@ -149,12 +151,14 @@ class DeviceKernel(ABC):
             self._sum_rows(int(dtype), not_empty)
 
     def fingerprint_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
-        """Enqueue the fingerprints of many gradients, a part for each block; see `CpuUpdateKernel.fingerprints`.
+        """Enqueue the fingerprints of many gradients, in parts; see `CpuUpdateKernel.fingerprints`.
+
+        A gradient has one part of 64 bits for each of its blocks of `NORM_BLOCK_NUMEL` elements. The sum of its parts
+        modulo 2^64 is its fingerprint.
 
         Args:
             dtype: Element type of all.
-            rows: Of (address of a gradient, its elements, address of the parts): 64 bits for each block of the norm,
-                whose sum modulo 2^64 is the fingerprint.
+            rows: Of (address of a gradient, its elements, address of its parts).
 
         Raises:
             InternalError: The table cannot be right. Nothing was enqueued.
@@ -193,9 +197,13 @@ class DeviceKernel(ABC):
 
 
 def _checked_rows(dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Check rows of gradients; return those of gradients that have elements."""
+    """Return the rows of gradients that have elements, after checking them.
+
+    A row is (address of a gradient, its elements, address of what is written: 8 bytes for each block of the norm).
+    """
     not_empty = rows[rows[:, 1] > 0]
     invariant(dtype is not DtypeCode.NONE, "gradients without a dtype")
+    # Numbers of elements are not 0 here, so a 0 is an address.
     invariant(bool(not_empty.all()), "a gradient, or its sums, at address 0")
     alignments = np.array([SLOT_BYTES[int(dtype)], 1, 8], np.uint64)  # of gradient address, elements, sums' address
     is_aligned = not_empty % alignments == 0

@@ -56,10 +56,14 @@ assertions of `TRITON_DEBUG=1` that no integer overflows: products of hashes do.
 """
 
 FIRST_LAUNCH = threading.Lock()
-"""Held while a kernel may be loaded: Triton lets other threads see it before it can be launched (`_init_handles`)."""
+"""Held while a kernel may be loaded.
+
+Triton's cache shows a compiled kernel to other threads before it is loaded (`_init_handles`), so they would launch it
+too early.
+"""
 
 _LEAST_WORDS = 512  # smallest memory for a table, so that few different sizes are kept for reuse
-_ROW_WORDS = SEGMENT_DTYPE.itemsize // 8
+_ROW_WORDS = SEGMENT_DTYPE.itemsize // 8  # words are of 64 bits here
 _SOME_ADDRESS = 1 << 40  # any address of 64 bits: Triton compiles for the size of integers
 _STATE_COUNTS = {rule.code: len(rule.state) for rule in RULES.values()}
 
@@ -85,13 +89,19 @@ class GpuUpdateKernel(DeviceKernel):
         self._tables = HostTables() if backend is None else Uploads(self.device, backend, to_device)
 
     def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, int]]) -> None:
-        """Compile and load kernels, by launching each variant once with no program; see `DeviceKernel.compile`."""
+        """Compile and load kernels; see `DeviceKernel.compile`.
+
+        Each variant is launched once as no program at all: Triton compiles and loads it, and nothing runs. So the
+        arguments only need the types, sizes and alignments of real ones.
+        """
         with self._current():
+            # Any device memory: new memory is aligned to 16 bytes, as tables and their programs are.
             table = torch.empty(2, dtype=torch.int64, device=self.device)
             pieces = table.view(torch.int32)
             self._launch(self._kernels.copy_pieces, 0, table, pieces, BLOCK=COPY_BLOCK_BYTES, **COPY_OPTIONS)
             for gradient, weight, state_format in kinds:
-                # With and without a gradient, aligned and not; then sums alone and added to a slot.
+                # With and without a gradient, aligned and not; then sums alone and added to a slot. An fp32 weight is
+                # the master itself, which the kernel knows by the code NONE.
                 for used_gradient, aligned in product((gradient, DtypeCode.NONE), (True, False)):
                     self._launch(
                         self._kernels.update,
@@ -126,23 +136,30 @@ class GpuUpdateKernel(DeviceKernel):
                     )
 
     def _send(self, table: npt.NDArray[Any]) -> SentUpdate | None:
-        """Send a table and, after it, the list of programs: which block of which segment each works on."""
+        """Send a table and, in the same memory after it, its programs; return None if no segment changes.
+
+        A program is one word: two int32 that say which segment the program works on, and which of its blocks.
+        """
         words = table.size * _ROW_WORDS
         programs_at = _programs_at(words)
         # At most two blocks of each segment are partial, so this many programs suffice, a word each.
-        sent = self._tables.get_table(programs_at + int(table["numel"].sum()) // BLOCK_NUMEL + 2 * table.size)
-        sent.words[:words] = table.view(np.int64)
-        address, room = sent.words.ctypes.data + 8 * programs_at, sent.words.size - programs_at
+        memory = self._tables.get_table(programs_at + int(table["numel"].sum()) // BLOCK_NUMEL + 2 * table.size)
+        memory.words[:words] = table.view(np.int64)
+        address, room = memory.words.ctypes.data + 8 * programs_at, memory.words.size - programs_at
         problem, launches = _native.update_programs(table.ctypes.data, table.size, BLOCK_NUMEL, address, room)
-        invariant(not problem, problem)
+        invariant(not problem, problem)  # a text, empty if the table is right
         if not launches:
-            sent.queue.append(sent)  # no work reads it: it can be used again at once
+            memory.queue.append(memory)  # no work reads it: it can be used again at once
             return None
-        self._tables.send(sent, programs_at + sum(program_count for *_, program_count in launches))
-        return sent, programs_at, launches
+        # Only the words in use: the table, and one for each program.
+        self._tables.send(memory, programs_at + sum(program_count for *_, program_count in launches))
+        return memory, programs_at, launches
 
     def _update(self, sent: SentUpdate) -> None:
-        """Launch the update's kernel once for each combination of rule, format and dtypes in a table."""
+        """Launch the update's kernel once for each combination of rule, format, dtypes and alignment in a table.
+
+        Each launch takes the next `program_count` programs after the table, from number `first` on.
+        """
         table, programs_at, launches = sent
         with self._current(), self._tables.in_use(table) as on_device:
             first, programs = 0, on_device[programs_at:].view(torch.int32)
@@ -167,7 +184,9 @@ class GpuUpdateKernel(DeviceKernel):
     def _gather(
         self, source: tuple[int, int], numel: int, blocks: int, slot: tuple[int, int], accumulate: bool
     ) -> None:
+        """Launch the gathering of a gradient, one program for each block of the norm."""
         (source_address, source_code), (slot_address, slot_code) = source, slot
+        # If all are aligned, four elements are moved at a time. Without a slot its address is 0: aligned.
         is_aligned = all(address % (4 * int(SLOT_BYTES[code])) == 0 for address, code in (source, slot))
         with self._current():
             self._launch(
@@ -199,20 +218,34 @@ class GpuUpdateKernel(DeviceKernel):
     def _launch_rows(
         self, kernel: Any, rows: npt.NDArray[np.uint64], size_column: int, block: int, options: dict[str, Any]
     ) -> None:
-        """Launch a kernel over rows of three words: a program for each `block` of a row's size, in its unit."""
+        """Launch a kernel over rows, as one program for each block of each row; the last block of a row may be short.
+
+        Args:
+            kernel: The kernel; its arguments are the rows on the device, four words each, and the programs.
+            rows: Shape [rows, 3]: addresses, and the size of what the row is about.
+            size_column: The column that has the size, in elements or bytes.
+            block: Size of a block, in the same unit.
+            options: The kernel's constants, and how it is compiled.
+        """
         rows = np.ascontiguousarray(rows)
         sizes = rows[:, size_column]
         programs_at = _programs_at(4 * len(rows))
+        # Whole blocks of all rows together, and one that is short for each row: no more programs are needed.
         table = self._tables.get_table(programs_at + int(sizes.sum()) // block + len(rows))
         table.words[: 4 * len(rows)].reshape(-1, 4)[:, :3] = rows  # the fourth word of a row is unused
         address, room = table.words.ctypes.data + 8 * programs_at, table.words.size - programs_at
+        # The sizes are a column of `rows`, so they lie three words apart.
         program_count = _native.row_programs(sizes.ctypes.data, len(rows), 3, block, address, room)
         self._tables.send(table, programs_at + program_count)
         with self._current(), self._tables.in_use(table) as on_device:
             self._launch(kernel, program_count, on_device, on_device[programs_at:].view(torch.int32), **options)
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-        """Launch a kernel as so many programs; first launches of a variant, which compile, one at a time."""
+        """Launch a kernel as so many programs.
+
+        The first launch of a variant compiles and loads it, under `FIRST_LAUNCH`. A variant is what Triton compiles
+        apart: the kernel, the kinds of its arguments (`_compiled_for`), and its constants.
+        """
         variant = (id(kernel), *map(_compiled_for, arguments), *options.values())
         with contextlib.nullcontext() if variant in self._launched else FIRST_LAUNCH:
             kernel[(programs,)](*arguments, **options)
@@ -253,9 +286,10 @@ class ArgumentTable:
         words: The host memory, with room after the table.
         on_host: The same as a tensor.
         on_device: The memory on the device.
-        sent: An event after the copy to the device, and later after the work that has used the table.
-        using: The stream of the work that uses it.
-        queue: Where it waits for its next use; see `Uploads`.
+        sent: An event, recorded twice for each use: after the copy to the device, then after the work that uses the
+            table. None in host memory alone, as is `using`.
+        using: The stream of that work, which was current in `get_table`.
+        queue: Where it waits for its next use by work of that stream; see `Uploads`.
     """
 
     words: npt.NDArray[np.int64]
@@ -291,10 +325,11 @@ class HostTables:
 class Uploads(HostTables):
     """Tables that are copied to a device; their memory is reused when the work that has used them is done.
 
-    They are copied on the stream of all copies to the device. On another stream a table might wait for all of these,
-    as some copy engines go on with a stream as long as it has copies that can begin.
+    All tables are copied on the stream of all other copies to the device. On another one a table might wait for all
+    of those copies: some copy engines stay with one stream as long as it has copies that can begin.
 
-    Any thread may call. Work on one stream ends in order, so if its oldest table is still in use, all are.
+    Tables wait for their next use in queues, by stream and size. Work on one stream ends in order, so if the oldest
+    table of a queue is still in use, all are. Any thread may call.
 
     Args:
         device: The device.
@@ -305,11 +340,15 @@ class Uploads(HostTables):
     def __init__(self, device: torch.device, backend: Backend, stream: Any = None) -> None:
         self._device, self._backend = device, backend
         self._stream = stream or backend.stream(device, False)  # of no higher priority than others
-        # Tables for reuse by stream and size, the oldest first: the work with it may still be under way.
+        # By (stream, words): tables for reuse, the oldest first; the work that uses them may still be under way.
         self._queues: dict[Any, deque[ArgumentTable]] = {}
 
     def get_table(self, words: int) -> ArgumentTable:
-        """Return a table for work of the current stream; one that is then not sent and lent is not reused."""
+        """Return a table of at least `words` words for work of the current stream: one for reuse, or a new one.
+
+        Sizes are powers of two, so that few queues are needed. `in_use` queues the table for reuse; one that never
+        gets there, because of an error, is not used again.
+        """
         using = self._backend.current_stream(self._device)
         power_of_two = 1 << (words - 1).bit_length()
         size = max(_LEAST_WORDS, power_of_two)
@@ -328,7 +367,7 @@ class Uploads(HostTables):
         table.using.wait_event(table.sent)
         try:
             yield table.on_device
-        finally:
+        finally:  # also after an error: some work may have been enqueued before it
             table.sent.record(table.using)
             table.queue.append(table)
 
@@ -336,9 +375,9 @@ class Uploads(HostTables):
         """Take a stream's oldest table if the work with it has been done; else return None."""
         try:
             oldest = queue.popleft()
-        except IndexError:
+        except IndexError:  # none; not asked for before, as other threads take tables, too
             return None
-        if oldest.sent.query():
+        if oldest.sent.query():  # recorded last after that work
             return oldest
         queue.appendleft(oldest)
         return None
@@ -359,7 +398,11 @@ def _programs_at(words: int) -> int:
 
 
 def _compiled_for(argument: Any) -> int:
-    """Return a code for what Triton compiles variants by: a pointer's alignment, or an integer's value and size."""
+    """Return a code for what Triton compiles a variant for, given one argument of a launch.
+
+    Of an integer: whether it is 1, whether 16 divides it, and whether it needs 64 bits. Of a tensor: whether its
+    address is a multiple of 16.
+    """
     if isinstance(argument, int):
         return (argument == 1) + 2 * (argument % 16 == 0) + 4 * (argument >= 1 << 31)
     return int(argument.data_ptr() % 16 == 0)

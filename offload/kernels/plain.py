@@ -32,6 +32,8 @@ PIECE_NUMEL = 1 << 20
 """Elements of a piece, a multiple of every block's: each takes some dozens of bytes of temporary memory."""
 
 _TOUCHING = int(SegmentFlag.ACTIVE | TAKES_MASTER | SegmentFlag.ZERO_STATE)
+"""A segment changes if it has one of these flags."""
+
 _RULES = {rule.code: rule for rule in RULES.values()}
 
 
@@ -42,7 +44,12 @@ class PlainUpdateKernel(DeviceKernel):
         self.device = device
 
     def _send(self, table: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], list[int]] | None:
-        """Return the rows of segments that change, and their gradients' dtypes, NONE for segments not active."""
+        """Return what `_update` takes, or None if no segment changes. The host reads the table, so it stays there.
+
+        Returns:
+            A copy of the rows of segments that change, and a dtype code for each: its gradient's, or NONE for a
+            segment that is not active (its master is taken, or its state zeroed, and no more).
+        """
         touched = np.flatnonzero((table["numel"] > 0) & (table["flags"] & _TOUCHING != 0))
         if not touched.size:
             return None
@@ -54,27 +61,31 @@ class PlainUpdateKernel(DeviceKernel):
         return rows, gradient_dtypes.tolist()
 
     def _update(self, sent: tuple[npt.NDArray[Any], list[int]]) -> None:
-        """Update each segment, piece by piece, by the reference."""
+        """Update each segment by the reference, piece by piece, which bounds the temporary memory."""
         rows, gradient_dtypes = sent
         for number, gradient_dtype in enumerate(gradient_dtypes):
             rule = _RULES[int(rows["rule"][number])]
+            # The same row, with fields by the names of the rule's state and scalars.
             row = rows[number : number + 1].view(segment_dtype(rule))[0]
             state = StateSpec(rule, FORMATS[int(row["state_format"])])
+            # Elements that share scales with the segment's first one, and come before the segment:
             numel_before = int(row["first_index"]) % state.format.block_numel
             for start, numel in _pieces(int(row["numel"]), numel_before):
                 reference.update(self.segment(row, state, gradient_dtype, start, numel))
 
     def segment(self, row: Any, state: StateSpec, gradient_dtype: int, start: int, numel: int) -> SegmentTensors:
-        """Return elements of a segment as tensors for `reference.update`, in the memory that it is to write to.
+        """Return a run of a segment's elements as tensors for `reference.update`, which changes them in place.
 
-        A new version that lies elsewhere than the old one begins as a copy of it, where the update reads it.
+        The tensors view the memory that the row names. Where the row has another address for new values
+        (`new_master`, `new_weight`), the tensor lies there, and is first filled with the old values if the update
+        reads them.
 
         Args:
             row: A row of a segment table, with its rule's names.
             state: The rule, and how its state is stored.
             gradient_dtype: Code of the gradient's element type; 0 if the segment is not active.
-            start: First element, at a block's begin.
-            numel: How many elements.
+            start: Number of the run's first element in the segment: 0, or where elements that share scales begin.
+            numel: Elements of the run.
         """
         flags = SegmentFlag(int(row["flags"]))
         rule, formats = state.rule, dict(state.stored)
@@ -82,11 +93,14 @@ class PlainUpdateKernel(DeviceKernel):
         has_weight = bool(row["weight"])  # else the weight is the master
 
         def at(name: str, dtype: torch.dtype, first: int = start, count: int = numel) -> torch.Tensor:
-            """Return elements of the tensor at the address in the row's field `name`."""
+            """Return `count` elements, from number `first` on, of the tensor whose address the row's `name` is."""
             return self.at(int(row[name]) + first * dtype.itemsize, count, dtype)
 
         def written(name: str, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
-            """Return the elements for new values, first filled with the old ones if these are read."""
+            """Return the run in the memory for new values of `name`: at `new_{name}`, or if that is 0 at `name`.
+
+            With `is_read` it holds the old values, to be updated in place.
+            """
             if not row[f"new_{name}"]:
                 return at(name, dtype)
             new = at(f"new_{name}", dtype)
@@ -97,11 +111,13 @@ class PlainUpdateKernel(DeviceKernel):
         weight = None
         if has_weight:
             weight_dtype = TORCH_DTYPES[DtypeCode(int(row["weight_dtype"]))]
+            # The old weight is read only where the master is taken from it; only an active segment writes a new one.
             weight = written("weight", weight_dtype, takes_master) if is_active else at("weight", weight_dtype)
         # An update that only zeroes state does not touch the master.
         master, master_low = torch.empty(0, dtype=torch.float32, device=self.device), None
         if is_active or takes_master:
-            reads_master = not (takes_master and SegmentFlag.LOAD_MASTER in flags)
+            reads_master = not (takes_master and SegmentFlag.LOAD_MASTER in flags)  # else all of it is overwritten
+            # An fp32 weight is its own master, in fp32 whatever the format of the state.
             master_dtype = stored_dtype(formats[MASTER]) if has_weight else torch.float32
             master = written("master", master_dtype, reads_master)
             if has_weight and MASTER_LOW in formats:
@@ -110,6 +126,7 @@ class PlainUpdateKernel(DeviceKernel):
         if SCALES in formats:
             block_numel, states = state.format.block_numel, len(rule.state)
             blocks = blocks_numel(first_index, numel, block_numel)
+            # The row's address is that of the segment's first block; blocks are counted in the unsharded parameter.
             first_block = first_index // block_numel - int(row["first_index"]) // block_numel
             scales = at(SCALES, torch.uint8, first_block * states, blocks * states).view(blocks, states)
         return SegmentTensors(
@@ -130,6 +147,10 @@ class PlainUpdateKernel(DeviceKernel):
     def _gather(
         self, source: tuple[int, int], numel: int, blocks: int, slot: tuple[int, int], accumulate: bool
     ) -> None:
+        """Copy or add a gradient to its slot, if it has one, and write the sums of squares of its blocks.
+
+        Each piece is whole blocks of the norm, so each block's sum is written once.
+        """
         for start, count in _pieces(numel):
             values = self._elements(*source, start, count)
             slot_address, _ = slot
@@ -137,10 +158,11 @@ class PlainUpdateKernel(DeviceKernel):
                 in_slot = self._elements(*slot, start, count)
                 if accumulate:
                     reference.accumulate(in_slot, values)
-                    values = in_slot
+                    values = in_slot  # the sums are those of the result
                 else:
                     in_slot.copy_(values)
             sums = reference.block_sums(values)
+            # 8 bytes a sum: float64.
             self.at(blocks + start // NORM_BLOCK_NUMEL * 8, sums.numel(), torch.float64).copy_(sums)
 
     def _copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
@@ -149,9 +171,10 @@ class PlainUpdateKernel(DeviceKernel):
 
     def _sum_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
         for address, numel, blocks in rows.tolist():
-            self._gather((address, dtype), numel, blocks, (0, 0), False)
+            self._gather((address, dtype), numel, blocks, (0, 0), False)  # at (0, NONE) is no slot
 
     def _fingerprint_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
+        """Write each gradient's fingerprint in parts: 64 bits for each block of the norm. Pieces are whole blocks."""
         for address, numel, parts in rows.tolist():
             for start, count in _pieces(numel):
                 first_block = start // NORM_BLOCK_NUMEL
@@ -169,9 +192,11 @@ class PlainUpdateKernel(DeviceKernel):
 
 
 def _pieces(numel: int, before: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield start and length of the pieces of `numel` elements; all but the first begin where a block does.
+    """Yield start and length of the pieces of `numel` elements, each of at most `PIECE_NUMEL`.
 
-    The first element is `before` elements behind the begin of its block.
+    `before` elements come before the first one in its block of elements that share scales. Pieces end at multiples of
+    `PIECE_NUMEL`, counted from that block's begin, or with the last element. So no block is cut: all pieces but the
+    first begin with one.
     """
     start = 0
     while start < numel:

@@ -40,13 +40,19 @@ class Stored(NamedTuple):
     first_index: int = 0
 
     def place(self) -> tuple[int, int, int, int, int, int]:
-        """Return the run as native functions take it: format, two addresses, a stride, first index and elements."""
+        """Return the first six arguments of the native `decode` and `encode`, after checking the tensors.
+
+        Returns:
+            The format's code, the addresses of `first` and `beside`, the stride of `beside` in bytes, the first
+            index, and the number of elements. Without `beside` its address, its stride and the index are 0.
+        """
         numel, beside = self.first.numel(), self.beside
         _check("first", self.first, stored_dtype(self.format), numel)
         if beside is None:
             has_elements = self.first.dtype in DTYPE_CODES  # neither codes nor an upper plane
             invariant(has_elements, f"state in {self.format.name} without what lies beside it")
             return self.format.code, self.first.data_ptr(), 0, 0, 0, numel  # no address, stride or index is used
+        # Beside codes is a scale for each block; beside a master, whose blocks are single elements, a byte for each.
         block_numel = self.format.block_numel
         items = blocks_numel(self.first_index, numel, block_numel)
         _check("beside", beside, torch.uint8, items, column=block_numel > 1)
@@ -63,7 +69,8 @@ class Stored(NamedTuple):
 
         Args:
             values: A value for each element.
-            roots: Codes of the roots by which an update divides these values; where a code is 0, 0 is stored.
+            roots: Codes of the roots by which an update divides these values, one for each element. Where a root's
+                code is 0, 0 is stored: the next update would divide the value by almost nothing.
             instruction_set: One of `instruction_sets()`; "" for the fastest.
         """
         _check("values", values, torch.float32, self.first.numel())
@@ -74,7 +81,10 @@ class Stored(NamedTuple):
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, *, column: bool = False) -> None:
-    """Raise InternalError unless a tensor is one that native code can use; with `column` it may be strided."""
+    """Raise InternalError unless a tensor is flat, in host memory, of this dtype and size, as native code assumes.
+
+    With `column` it may be a column of a matrix, whose elements lie apart.
+    """
     is_flat = tensor.dim() == 1 and (column or tensor.is_contiguous()) and tensor.device.type == "cpu"
     fits = is_flat and tensor.dtype == dtype and tensor.numel() == numel
     invariant(
@@ -108,16 +118,20 @@ def stored_in(state: StateSpec, name: str, tensors: Mapping[str, torch.Tensor], 
 def as_fp32(
     state: StateSpec, tensors: Mapping[str, torch.Tensor], first_index: int, *, read: bool, keep: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Lend a segment's state in fp32, by the rule's names: fp32 tensors themselves, of others decoded copies.
+    """Lend a segment's state in fp32 while this context lasts.
 
-    Packed state is lent itself, as words.
+    What is stored in fp32 is lent itself, and so is packed state, as words. All else is lent as a decoded copy, which
+    may be encoded and stored again at the end.
 
     Args:
         state: The rule, and the format of its state.
         tensors: The stored tensors by name, flat.
         first_index: Index of the segment's first element in the unsharded parameter.
         read: Whether copies begin with the stored values; else their content is undefined.
-        keep: Whether copies are encoded and stored afterwards; see `Stored.write`.
+        keep: Whether copies are encoded and stored afterwards; see `Stored.write`. Not if the context raises.
+
+    Yields:
+        The tensors by the rule's names, flat.
     """
     rule = state.rule
     all_stored = {name: stored_in(state, name, tensors, first_index) for name in rule.names}
@@ -133,14 +147,16 @@ def as_fp32(
     yield views
     if not keep:
         return
+    # State that updates divide by a root is stored as 0 where the root is: it would be divided by almost nothing.
     roots = rule.roots if state.format.stores_roots else ()
     invariant(len(roots) <= 1, "a rule with several roots")  # a zero in one would have to zero the others
+    # Roots come first (False sorts before True): the others look at their codes.
     for name, stored in sorted(encoded.items(), key=lambda item: item[0] not in roots):
-        # Roots come first: where a root's code is 0, zeros are stored of the others.
         is_divided_by_root = bool(roots) and name in rule.state and name not in roots
         if is_divided_by_root:
             stored.write(views[name], encoded[roots[0]].first)
-            stored.first.masked_fill_(torch.isposinf(views[roots[0]]), 0)  # value / inf was 0, and stays 0
+            # An infinite root is stored as the greatest code, a finite number. value / inf was 0, and stays 0.
+            stored.first.masked_fill_(torch.isposinf(views[roots[0]]), 0)
         else:
             stored.write(views[name])
 
@@ -149,4 +165,5 @@ def store_rounded(values: torch.Tensor, out: torch.Tensor) -> None:
     """Write flat fp32 values to a flat tensor of as many elements, rounded to its type, to nearest even."""
     _check("values", values, torch.float32, out.numel())
     _check("out", out, out.dtype, out.numel())
+    # An element type is a format with nothing beside it: no second address, stride or first index. And no roots.
     encode(DTYPE_CODES[out.dtype], out.data_ptr(), 0, 0, 0, out.numel(), values.data_ptr(), 0)

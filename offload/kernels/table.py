@@ -31,19 +31,23 @@ def segment_table(
     rounding_key: Any = 0,
     first_index: Any = 0,
 ) -> npt.NDArray[Any]:
-    """Return a segment table. Arguments of type `Any` are a number, or an array with a number for each row.
+    """Return a segment table, of as many rows as `numel` has numbers.
+
+    Arguments of type `Any`, and the values of `addresses`, are one number for all rows, or an array with a number for
+    each row.
 
     Args:
         state: The rule, and how its state is stored.
-        numel: Elements.
-        addresses: By name: of the stored state tensors, "weight" and "gradient"; an fp32 weight is the master. Of a
-            speculative update, "new_weight" (of an fp32 weight "new_master") and "read", too: where fingerprints of
-            what it reads are added.
+        numel: Elements of each segment.
+        addresses: By name: the stored state tensors, "weight" and "gradient"; an fp32 weight is the master. For a
+            speculative update also "new_weight" (for an fp32 weight "new_master"), where new weights are written, and
+            "read", two 64-bit sums to which the fingerprints of what the update reads are added.
         weight_dtype: Element type of the weights.
         gradient_dtype: `DtypeCode` of the gradients.
         flags: `SegmentFlag`s.
         scalars: What `rule.row` returns, or columns of it; None for zeros.
-        rounding_key: The update's, from `offload.kernels.rounding_keys`; for formats that round, as is `first_index`.
+        rounding_key: The update's, from `offload.kernels.rounding_keys`. Only formats that round use it, and
+            `first_index`.
         first_index: Index of a segment's first element in the unsharded parameter.
     """
     table = np.zeros(np.size(numel), segment_dtype(state.rule))
@@ -68,20 +72,22 @@ def active_rows(table: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def weights_at(table: npt.NDArray[Any]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Return for each segment where its weight lies, and the weight's bytes; an fp32 weight is the master."""
+    """Return two arrays, of each segment's weight: its address and its bytes; an fp32 weight is the master."""
     code = table["weight_dtype"]
+    # Either code says that the weight is fp32, whose address is in the field of the master.
     is_master = (code == DtypeCode.NONE) | (code == DtypeCode.FLOAT32)
     item_bytes = np.where(is_master, ITEM_BYTES[DtypeCode.FLOAT32], ITEM_BYTES[code])
     return np.where(is_master, table[MASTER], table["weight"]), table["numel"] * item_bytes
 
 
 def trial_table(state: StateSpec, addresses: Mapping[str, int] | int, numel: int) -> npt.NDArray[Any]:
-    """Return the table of an update to be timed; gradient and weight are bf16.
+    """Return the table of an update to be timed: one segment, whose gradient and weight are bf16.
 
     Args:
         state: The rule, and how its state is stored.
-        addresses: Of the tensors that `trial_items` names, or of the first one if they follow each other.
-        numel: Elements; whole blocks.
+        addresses: By name: the tensors of `trial_items`. Or the address of the first one, if each of the others
+            begins where the one before it ends.
+        numel: Elements; whole blocks of those that share scales.
     """
     rule = state.rule
     if isinstance(addresses, int):
@@ -104,7 +110,7 @@ def trial_table(state: StateSpec, addresses: Mapping[str, int] | int, numel: int
 
 
 def trial_items(state: StateSpec) -> dict[str, Format]:
-    """Return the tensors of a `trial_table`, and how each is stored."""
+    """Return by name how each tensor of a `trial_table` is stored, in the order of those that follow each other."""
     return dict(state.stored) | dict.fromkeys(("gradient", "weight"), BF16)
 
 

@@ -47,7 +47,7 @@ SEGMENT_OFFSETS = {name: field[1] for name, field in (SEGMENT_DTYPE.fields or {}
 
 
 def _word(field: str, bytes_each: int) -> tl.constexpr:
-    """Return where a field of the segment table begins, counted in words of its size."""
+    """Return where a field begins in a row of the segment table, counted in words of `bytes_each`."""
     return tl.constexpr(SEGMENT_OFFSETS[field] // bytes_each)
 
 
@@ -63,7 +63,7 @@ ZERO_STATE = tl.constexpr(int(SegmentFlag.ZERO_STATE))
 NORM_BLOCK, NORM_LEVELS = tl.constexpr(NORM_BLOCK_NUMEL), tl.constexpr(NORM_BLOCK_NUMEL.bit_length() - 1)
 EXACT, COMPACT8 = tl.constexpr(formats.EXACT.code), tl.constexpr(formats.COMPACT8.code)
 BYTE = tl.constexpr(4)  # beside the codes of dtypes: uint8, as it is
-SHARED = tl.constexpr(BLOCK_NUMEL)
+SHARED = tl.constexpr(BLOCK_NUMEL)  # elements that share scales
 CODE_UNIT, ONE = tl.constexpr(2.0**126), tl.constexpr(1)
 INFINITY = tl.constexpr(0x7F800000)  # its bits
 (START_A, STEP_A), (START_B, STEP_B) = (map(tl.constexpr, keys) for keys in FINGERPRINT_KEYS)
@@ -87,7 +87,10 @@ ADAGRAD, SGD = tl.constexpr(rules.ADAGRAD.code), tl.constexpr(rules.SGD_MOMENTUM
 
 
 def _roots() -> int:
-    """Return, for each rule, a bit for each state tensor of which the root is what `COMPACT8` stores."""
+    """Return a number with a bit for each state tensor whose square root is what `COMPACT8` stores.
+
+    The bit of tensor `k` of a rule is `MAX_STATES * rule.code + k`.
+    """
     states = [(rule, number, name) for rule in rules.RULES.values() for number, name in enumerate(rule.state)]
     return sum(1 << MAX_STATES * rule.code + number for rule, number, name in states if name in rule.roots)
 
@@ -97,9 +100,11 @@ ROOTS, STATES_EACH = tl.constexpr(_roots()), tl.constexpr(MAX_STATES)
 
 @triton.jit
 def pointers(address, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return pointers to elements `start` to `start + BLOCK` of the tensor at `address`; bf16 as its bits.
+    """Return pointers to elements `start` to `start + BLOCK` of the tensor at `address`.
 
-    `ALIGNED`: the first lies at a multiple of four elements.
+    `DTYPE` is a dtype code; bf16 is pointed at as uint16, to be widened as an integer. NONE is fp32, as FLOAT32 is.
+    `ALIGNED` says that the first element lies at a multiple of four elements: `multiple_of` tells the compiler, which
+    then loads and stores four at once.
     """
     if DTYPE == BYTE:
         first = (address + start).to(tl.pointer_type(tl.uint8))
@@ -122,7 +127,10 @@ def pointers(address, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: 
 
 @triton.jit
 def old_and_new(old, new, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return `pointers` to what is read and to what is written; a field `new` of 0 means: where it is read."""
+    """Return `pointers` to a tensor's old elements and to where the new ones are written.
+
+    `old` and `new` point at the two addresses in the row. A new address of 0 means: where the old elements lie.
+    """
     read_at, written_at = tl.load(old), tl.load(new)
     written_at = tl.where(written_at == 0, read_at, written_at)
     return pointers(read_at, start, BLOCK, DTYPE, ALIGNED), pointers(written_at, start, BLOCK, DTYPE, ALIGNED)
@@ -130,7 +138,10 @@ def old_and_new(old, new, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGN
 
 @triton.jit
 def read(at, inside, FULL: tl.constexpr):
-    """Load what is `inside`, else zeros. Where all is inside (FULL) no mask keeps loads from being wide."""
+    """Load the elements that are `inside`, a mask, and zeros for the others.
+
+    `FULL`: all are inside, so nothing is masked. A mask would keep loads from being wide.
+    """
     if FULL:
         return tl.load(at)
     else:
@@ -139,7 +150,7 @@ def read(at, inside, FULL: tl.constexpr):
 
 @triton.jit
 def write(at, values, inside, FULL: tl.constexpr):
-    """Store what is `inside`."""
+    """Store the elements that are `inside`; see `read`."""
     if FULL:
         tl.store(at, values)
     else:
@@ -157,7 +168,7 @@ def widen(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def narrow(values, DTYPE: tl.constexpr):
-    """Round fp32 to nearest even, as it is stored."""
+    """Round fp32 values to a 16-bit dtype, to nearest even, bf16 as its bits; other codes leave them as they are."""
     if DTYPE == BFLOAT16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -180,11 +191,11 @@ def mix64(z):
 def random_bits(row, start, BLOCK: tl.constexpr):
     """Return 32 random bits for each element of a block, as `offload.kernels.reference.rounding.random_bits` does."""
     first = (tl.load(row + FIRST_INDEX) + start).to(tl.uint64)
-    # A block may lie on both sides of a multiple of 2^32.
+    # A block may lie on both sides of a multiple of 2^32, where the upper half of indices, and so the key, changes.
     seed = tl.load(row + ROUNDING_KEY).to(tl.uint64) + (first >> 32) * INDEX_STEP_
     before, after = mix64(seed), mix64(seed + INDEX_STEP_)
     lower = first.to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
-    crossed = lower < first.to(tl.uint32)
+    crossed = lower < first.to(tl.uint32)  # the sum has wrapped: elements behind the multiple
     x = lower * COUNTER_STEP_ + tl.where(crossed, after.to(tl.uint32), before.to(tl.uint32))
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
@@ -195,14 +206,18 @@ def random_bits(row, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def as_stored(values, random, STATE_FORMAT: tl.constexpr):
-    """Return new state as it is stored, rounded with the lower 16 of the random bits where it is compact."""
+    """Return new state as it is stored: in fp32, or for `COMPACT16` in bf16, rounded with the lower 16 random bits.
+
+    See `offload.kernels.reference.rounding.round_stochastically`; `write_codes` is for `COMPACT8`.
+    """
     if STATE_FORMAT == EXACT:
         return values
     else:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + (random & 0xFFFF)) >> 16
-        # What carried into the exponent of infinity was finite: infinity has no bits below that could carry. (A look
-        # at the magnitude before would be made `abs.f32`, and that a floating-point addition.)
+        # A finite value must not become infinite, so where it did, its bits are cut off instead. Infinity itself has
+        # no lower bits. (The reference compares the magnitude first. Here that would be made `abs.f32`, and that a
+        # floating-point addition.)
         carried = ((rounded & 0x7FFF) == 0x7F80) & ((bits & 0xFFFF) != 0)
         rounded = tl.where(carried, bits >> 16, rounded)
         return tl.where(values != values, 0x7FC0, rounded).to(tl.uint16)
@@ -210,12 +225,13 @@ def as_stored(values, random, STATE_FORMAT: tl.constexpr):
 
 @triton.jit
 def in_planes(values, added):
-    """Return an fp32 master in two planes, `added` (below 256) to the bits that are cut off, and as it was stored.
+    """Return an fp32 master rounded to 24 bits: upper plane (uint16), lower plane (uint8), and both joined in fp32.
 
-    Nothing is added to the greatest finite values, which would become infinite, nor to infinity.
+    `added`, below 256, is added to the 8 bits that are cut off; not for the greatest finite values, which could
+    become infinite, nor for infinity. See `split_master` in `offload.kernels.reference.minifloat`.
     """
     bits = values.to(tl.uint32, bitcast=True)
-    # (The magnitude twice: by itself it would be made `abs.f32`, and that an instruction of its own.)
+    # (`bits << 1` is the magnitude times two. By itself that would be made `abs.f32`, an instruction of its own.)
     rounded = (bits + tl.where(bits << 1 < 0xFEFFFE00, added, 0)) >> 8
     rounded = tl.where(values != values, 0x7FC000, rounded)
     stored = (rounded << 8).to(tl.float32, bitcast=True)
@@ -224,17 +240,19 @@ def in_planes(values, added):
 
 @triton.jit
 def spread(of_blocks, BLOCK: tl.constexpr):
-    """Return, for each element, what its block has of the blocks that share scales."""
+    """Return a number for each of `BLOCK` elements: that of its run of `SHARED` elements, which share a scale."""
     rows = tl.broadcast_to(tl.expand_dims(of_blocks, 1), [BLOCK // SHARED, SHARED])
     return tl.reshape(rows, [BLOCK])
 
 
 @triton.jit
 def decoded(codes, scales, ROOT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return fp32 values of codes and their blocks' scales, as `offload.kernels.reference.minifloat` does.
+    """Return fp32 values of codes and their blocks' scales, as `offload.kernels.reference.minifloat` defines them.
 
-    An fp32 has subnormals as codes have them. So a code's bits, as the lowest of an exponent and the highest of a
-    mantissa, are its integer times 2^(-126 - mantissa bits); times 2^126 and a power of its block, it is the value.
+    An fp32 has subnormals as codes have them. So a code's exponent and mantissa, put where an fp32 has the lowest
+    bits of its exponent and the highest of its mantissa, are an fp32: the code's integer times 2^(-126 - MANTISSA).
+    Times `CODE_UNIT`, 2^126, and a power of two of its block, it is the value. `ROOT`: that is a root, and its square
+    is returned.
     """
     MANTISSA: tl.constexpr = ROOT_BITS if ROOT else SIGNED_BITS
     code, scale = codes.to(tl.uint32), spread(scales.to(tl.uint32), BLOCK)
@@ -251,9 +269,10 @@ def decoded(codes, scales, ROOT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def encoded(values, random, inside, ROOT: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
-    """Return codes, as uint32, and scales of fp32 values, as `offload.kernels.reference.minifloat` does.
+    """Return codes (uint32) and scales (uint8) of fp32 values, as `offload.kernels.reference.minifloat` defines them.
 
-    Elements that are not `inside` have no say in the scales, and any code.
+    The steps are those of `minifloat.encode`. Elements that are not `inside` have no say in the scales, and their
+    codes are not to be used. `ROOT`: codes are made of the values' square roots, and have no sign.
     """
     MANTISSA: tl.constexpr = ROOT_BITS if ROOT else SIGNED_BITS
     LEAST: tl.constexpr = ONE << MANTISSA
@@ -268,7 +287,7 @@ def encoded(values, random, inside, ROOT: tl.constexpr, BLOCK: tl.constexpr, FUL
     else:
         added = random >> (32 - CUT)
     bits = values.to(tl.uint32, bitcast=True)
-    twice = bits << 1  # see `in_planes`
+    twice = bits << 1  # the magnitude times two, without the sign; see `in_planes`
     if not FULL:
         twice = tl.where(inside, twice, 0)
     greatest = tl.max(tl.reshape(twice, [BLOCK // SHARED, SHARED]), axis=1) >> 1
@@ -278,24 +297,29 @@ def encoded(values, random, inside, ROOT: tl.constexpr, BLOCK: tl.constexpr, FUL
     scales = tl.where(greatest > GREATEST_STORED, NAN_SCALE, scales)
     scale = spread(scales, BLOCK)
     coded = (scale > 0) & (scale < NAN_SCALE)
-    # Where nothing is coded, the greatest code is 0, whatever the number that is compared with it.
+    # The greatest code. Where nothing is coded it is 0, so that `codes` become 0 whatever has been computed.
     most = tl.where(coded, 8 * LEAST - 1, 0)
-    # In units of the block. Below `LEAST`, the least normal number, codes are as far from each other as in its
-    # binade, which the addition of `LEAST` brings y to.
+    # y is the magnitude in units of the block: times 2^(133 + MANTISSA - scale), to whose exponent an fp32 adds 127.
+    # Below `LEAST`, the least normal number, codes are as far from each other as in its binade, which the addition of
+    # `LEAST` brings y to.
     y = tl.abs(values) * (tl.where(coded, 260 + MANTISSA - scale, 0) << 23).to(tl.float32, bitcast=True)
     normal = y >= LEAST
     z = tl.where(normal, y, y + LEAST).to(tl.uint32, bitcast=True)
     # The least normal number has exponent 127 + MANTISSA in an fp32, and 1 in a code.
     codes = ((z + added) >> CUT) - (127 + MANTISSA) * LEAST + tl.where(normal, LEAST, 0)
     codes = tl.minimum(codes, most)
-    if not ROOT:
+    if not ROOT:  # the sign in the highest bit of a code, which 0 has not
         codes = tl.where(codes > 0, codes | (bits >> 24 & 0x80), 0)
     return codes, scales.to(tl.uint8)
 
 
 @triton.jit
 def adam(s, g, m, v):
-    """Return what the master moves by, and the new exp_avg and exp_avg_sq."""
+    """Return what is subtracted from the master, and the new exp_avg and exp_avg_sq.
+
+    `s` points at the scalars after `decay` in `offload.rules.adam.Scalars`, in their order; so it does in the other
+    rules' functions.
+    """
     m = m * tl.load(s) + g * tl.load(s + 1)
     v = v * tl.load(s + 2) + (g * g) * tl.load(s + 3)
     denominator = tl.sqrt_rn(v) * tl.load(s + 4) + tl.load(s + 5)
@@ -304,7 +328,7 @@ def adam(s, g, m, v):
 
 @triton.jit
 def lion(s, g, m):
-    """Return what the master moves by, and the new exp_avg."""
+    """Return what is subtracted from the master, and the new exp_avg; `s` points at beta1 of the rule's scalars."""
     mixed = m * tl.load(s) + g * tl.load(s + 1)
     m = m * tl.load(s + 2) + g * tl.load(s + 3)
     return tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, mixed)) * tl.load(s + 4), m
@@ -312,21 +336,24 @@ def lion(s, g, m):
 
 @triton.jit
 def adagrad(s, g, total):
-    """Return what the master moves by, and the new sum."""
+    """Return what is subtracted from the master, and the new sum; `s` points at eps of the rule's scalars."""
     total = total + g * g
     return tl.div_rn(g, tl.sqrt_rn(total) + tl.load(s)) * tl.load(s + 1), total
 
 
 @triton.jit
 def sgd(s, g, buffer):
-    """Return what the master moves by, and the new momentum_buffer."""
+    """Return what is subtracted from the master, and the new momentum_buffer; `s` points at the scalar momentum."""
     buffer = buffer * tl.load(s) + g * tl.load(s + 1)
     return (g * tl.load(s + 2) + buffer * tl.load(s + 3)) * tl.load(s + 4), buffer
 
 
 @triton.jit
 def change_of(s, g, first, second, RULE: tl.constexpr):
-    """Return what the master moves by, and the new state; `s` are the rule's scalars."""
+    """Return what is subtracted from the master, and both new state tensors.
+
+    `s` points at the rule's own scalars. Of a rule with one state tensor, `second` is returned as it came.
+    """
     if RULE == ADAM:
         change, first, second = adam(s, g, first, second)
     elif RULE == LION:
@@ -341,7 +368,11 @@ def change_of(s, g, first, second, RULE: tl.constexpr):
 
 @triton.jit
 def scales_of(row, start, room, STATES: tl.constexpr, STATE_FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return pointers to the first scale of each block that shares scales, and which of them have elements."""
+    """Return pointers to the scales of each run of `SHARED` elements, and a mask of the runs that have elements.
+
+    A run has a scale for each state tensor, one after the other; a pointer is to the first of them. `start` and
+    `room` are as in `update_block`. In other formats than `COMPACT8` the pointers are not to be used.
+    """
     blocks = tl.arange(0, BLOCK // SHARED)
     scales = tl.load(row + SCALES).to(tl.pointer_type(tl.uint8)) + blocks * STATES
     if STATE_FORMAT == COMPACT8:
@@ -351,9 +382,10 @@ def scales_of(row, start, room, STATES: tl.constexpr, STATE_FORMAT: tl.constexpr
 
 @triton.jit
 def stepped(scalars, decoupled, g, p, m, v, RULE: tl.constexpr):
-    """Return the new master and state, in fp32, whatever they are stored in.
+    """Return the new master and state, from the old ones (p; m and v) and the scaled gradient g, all in fp32.
 
-    The L2 term is left out where `decay` is 0: 0 times an infinite master would be NaN.
+    Weight decay is decoupled, or an L2 term of the gradient, as in `offload.kernels.reference.update`. The L2 term is
+    left out where `decay` is 0: 0 times an infinite master would be NaN.
     """
     decay = tl.load(scalars + DECAY)
     decayed = p * decay
@@ -367,7 +399,11 @@ def stepped(scalars, decoupled, g, p, m, v, RULE: tl.constexpr):
 
 @triton.jit
 def read_master(master, lower, inside, PLANES: tl.constexpr, UPPER: tl.constexpr, FULL: tl.constexpr):
-    """Return a master in fp32; see `in_planes`."""
+    """Return a master in fp32.
+
+    With `PLANES` it is stored in two: `UPPER` is bf16's code, so the upper plane is widened as bf16 is, and 8 bits
+    below come from `lower`. Else it is fp32, `UPPER` is NONE, and `lower` is not used.
+    """
     p = widen(read(master, inside, FULL), UPPER)
     if PLANES:
         low = read(lower, inside, FULL).to(tl.uint32) << 8
@@ -377,7 +413,10 @@ def read_master(master, lower, inside, PLANES: tl.constexpr, UPPER: tl.constexpr
 
 @triton.jit
 def taken(p, weight, matches, WEIGHT: tl.constexpr):
-    """Return the master taken from a weight: the weight, but, if `matches`, `p` where that rounds to the weight."""
+    """Return the master that is taken from a weight: the weight in fp32.
+
+    If `matches`, the old master `p` stays wherever it rounds to the weight, bit for bit.
+    """
     kept = narrow(p, WEIGHT).to(tl.uint16, bitcast=True) == weight.to(tl.uint16, bitcast=True)
     return tl.where(matches & kept, p, widen(weight, WEIGHT))
 
@@ -393,7 +432,11 @@ def read_state(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Return a state tensor's values in fp32; `there` are the scales that exist (`scales_of`)."""
+    """Return a state tensor's values in fp32.
+
+    `items` are pointers to its elements; only `COMPACT8` uses `scales` and the mask `there` of those that exist
+    (`scales_of`).
+    """
     if STATE_FORMAT == COMPACT8:
         return decoded(read(items, inside, FULL), read(scales, there, FULL), ROOT, BLOCK)
     else:
@@ -402,7 +445,10 @@ def read_state(
 
 @triton.jit
 def write_master(master, lower, p, added, inside, PLANES: tl.constexpr, FULL: tl.constexpr):
-    """Write a master, and return it as it is stored; see `in_planes`."""
+    """Write the new master `p`, and return it as it is stored, in fp32.
+
+    With `PLANES` it is rounded, for which `added` is added to the bits that are cut off (`in_planes`).
+    """
     if PLANES:
         upper, low, p = in_planes(p, added)
         write(master, upper, inside, FULL)
@@ -424,7 +470,7 @@ def write_zeros(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Make state zeros, and the scales that are `there`."""
+    """Write zeros to the state tensors at `first` and `second`, and to the scales that are `there` (`scales_of`)."""
     zeros = tl.full([BLOCK], 0, first.dtype.element_ty)
     write(first, zeros, inside, FULL)
     if STATES == 2:
@@ -451,13 +497,17 @@ def write_codes(
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Write state as codes and scales, of which those exist that are `there`."""
+    """Write the new state, m and v, as codes at `first` and `second`, and their scales where they are `there`.
+
+    See `offload.kernels.reference.minifloat.encode_state`. With one state tensor, `second` and `v` are not used.
+    """
     codes, scale = encoded(m, random, inside, ROOT, BLOCK, FULL)
     write(scales, scale, there, FULL)
     if STATES == 2:
         others, scale = encoded(v, random, inside, SECOND_ROOT, BLOCK, FULL)
         write(scales + 1, scale, there, FULL)
-        # What is divided by a root that is 0 now would be divided by almost nothing; by an infinite one it gave 0.
+        # Where a root is stored as 0, so is what is divided by it, as it would be divided by almost nothing. Likewise
+        # where the root is infinite, which is stored as a finite number: the quotient was 0.
         if SECOND_ROOT:
             codes = tl.where((others == 0) | (v.to(tl.uint32, bitcast=True) == INFINITY), 0, codes)
         if ROOT:
@@ -482,8 +532,13 @@ def update_block(
 ):
     """Do to one block of a segment what `offload.kernels.reference.update` does, in the same order.
 
-    The block begins at element `start` of the segment (before it if that is negative, as with `COMPACT8` it may be),
-    which has `room` elements from there on; FULL: the segment has all of the block's elements.
+    Args:
+        row: Pointer to the segment's row, in words of 64 bits.
+        start: Number of the block's first element in the segment. With `COMPACT8` it may be negative: the first block
+            begins where elements begin that share scales, before the segment.
+        room: Elements of the segment from `start` on.
+        RULE: See `update`, also for the constants that follow.
+        FULL: Whether the segment has all of the block's elements.
     """
     words = row.to(tl.pointer_type(tl.int32))
     scalars = row.to(tl.pointer_type(tl.float32))
@@ -498,24 +553,27 @@ def update_block(
     if PLANES:
         lower, new_lower = old_and_new(row + MASTER_LOW, row + NEW_MASTER_LOW, start, BLOCK, BYTE, ALIGNED)
     weight, new_weight = old_and_new(row + WEIGHT_ADDRESS, row + NEW_WEIGHT, start, BLOCK, WEIGHT, ALIGNED)
+    # The type of stored state: codes of a byte, bf16, or fp32 (NONE).
     COMPACT: tl.constexpr = BYTE if STATE_FORMAT == COMPACT8 else BFLOAT16
     ITEM: tl.constexpr = NONE if STATE_FORMAT == EXACT else COMPACT
     first = pointers(tl.load(row + STATE), start, BLOCK, ITEM, ALIGNED)
     # Not used with one state tensor, nor is `v` below.
     second = pointers(tl.load(row + STATE + 1), start, BLOCK, ITEM, ALIGNED)
     scales, there = scales_of(row, start, room, STATES, STATE_FORMAT, BLOCK)
+    # Whether the first and the second state tensor are stored as roots; see `_roots`.
     ROOT: tl.constexpr = (ROOTS >> STATES_EACH * RULE) & 1
     SECOND_ROOT: tl.constexpr = (ROOTS >> STATES_EACH * RULE + 1) & 1
 
-    if GRADIENT == NONE:
+    if GRADIENT == NONE:  # the segment is not active
         if WEIGHT != NONE and (flags & TAKES_MASTER) != 0:
             p = read_master(master, lower, inside, PLANES, UPPER, FULL)
+            # Beside `LOAD_MASTER` the flag `MATCH_MASTER` has no effect.
             p = taken(p, read(weight, inside, FULL), (flags & LOAD_MASTER) == 0, WEIGHT)
             nothing_added = tl.zeros([BLOCK], tl.uint32)  # a stored master, or a weight: no bits are cut off
             write_master(new_master, new_lower, p, nothing_added, inside, PLANES, FULL)
         if (flags & ZERO_STATE) != 0:
             write_zeros(first, second, scales, inside, there, STATES, STATE_FORMAT, BLOCK, FULL)
-    else:
+    else:  # as above, master and state are taken as the flags say; but they are written once, after the update
         gradient = pointers(tl.load(row + GRADIENT_ADDRESS), start, BLOCK, GRADIENT, ALIGNED)
         g = widen(read(gradient, inside, FULL), GRADIENT) * tl.load(scalars + GRAD_SCALE)
         p = read_master(master, lower, inside, PLANES, UPPER, FULL)
@@ -561,8 +619,9 @@ def update(
 
     Args:
         table: int64: the segment table, its addresses being of this device.
-        pieces: int32, shape [programs, 2]: the row of the segment, and which of its blocks. Of `COMPACT8` the first
-            begins where the blocks that share scales do: up to 63 elements before the segment.
+        pieces: int32, shape [programs, 2]: for each program the row of its segment, and which of the segment's blocks
+            it updates. With `COMPACT8` a segment's first block begins where elements begin that share scales: up to
+            63 elements before the segment.
         first: Row of `pieces` that the first program takes.
         RULE: Code of the update rule.
         STATES: How many state tensors it has beside the master.
@@ -576,7 +635,7 @@ def update(
     row = table + tl.load(piece).to(tl.int64) * ROW_WORDS
     start = tl.load(piece + 1).to(tl.int64) * BLOCK
     if STATE_FORMAT == COMPACT8:
-        start -= tl.load(row + FIRST_INDEX) & (SHARED - 1)
+        start -= tl.load(row + FIRST_INDEX) & (SHARED - 1)  # modulo `SHARED`, a power of two
     room = tl.load(row + NUMEL) - start
     if (room >= BLOCK) & (start >= 0):
         update_block(row, start, room, RULE, STATES, GRADIENT, WEIGHT, ALIGNED, STATE_FORMAT, BLOCK, True)
@@ -597,29 +656,37 @@ def gather_block(
     ALIGNED: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Copy or add one block of the norm, and write its sum of squares to `blocks`.
+    """Copy or add one block of the norm to the slot, if there is one, and write its sum of squares to `blocks`.
 
-    The gradient has `room` elements from the block's first one, `start`, on.
+    Args:
+        source: Address of the gradient.
+        room: Elements of the gradient from the block's first one on.
+        start: Number of the block's first element in the gradient.
+        blocks: Pointer to this block's sum.
+        destination: Address of the slot; not used if `DESTINATION` is NONE.
+        SOURCE: See `gather`, also for the constants that follow.
+        FULL: Whether the gradient has all of the block's elements.
     """
     inside = tl.arange(0, NORM_BLOCK) < room
     found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), inside, FULL)
     values = widen(found, SOURCE)
     if DESTINATION != NONE:
-        kept = pointers(destination, start, NORM_BLOCK, DESTINATION, ALIGNED)
+        in_slot = pointers(destination, start, NORM_BLOCK, DESTINATION, ALIGNED)
         if ACCUMULATE:
-            total = widen(read(kept, inside, FULL), DESTINATION) + values
+            total = widen(read(in_slot, inside, FULL), DESTINATION) + values
             rounded = narrow(total, DESTINATION)
-            write(kept, rounded, inside, FULL)
+            write(in_slot, rounded, inside, FULL)
             values = widen(rounded, DESTINATION)
         elif DESTINATION == SOURCE:
-            write(kept, found, inside, FULL)
-        else:
-            write(kept, values, inside, FULL)
+            write(in_slot, found, inside, FULL)
+        else:  # FLOAT32
+            write(in_slot, values, inside, FULL)
+    # Elements outside are zeros. Each round adds the upper half to the lower one, as `reference.block_sums` does.
     x = values.to(tl.float64)
     x = x * x
     for level in tl.static_range(NORM_LEVELS):
         x = tl.sum(tl.reshape(x, [2, NORM_BLOCK >> (level + 1)]), axis=0)
-    tl.store(blocks + tl.arange(0, 1), x)
+    tl.store(blocks + tl.arange(0, 1), x)  # `x` has one element left
 
 
 @triton.jit(do_not_specialize=["source", "numel", "blocks", "destination"])
@@ -643,10 +710,10 @@ def gather(
         SOURCE: Dtype code of the gradient.
         DESTINATION: Dtype code of the slot: the gradient's, or FLOAT32; NONE for no slot.
         ACCUMULATE: Whether the slot's values are added to; the sums are then those of the rounded result.
-        ALIGNED: Whether both addresses are multiples of 16.
+        ALIGNED: Whether both addresses are multiples of four of their elements.
     """
     start = tl.program_id(0).to(tl.int64) * NORM_BLOCK
-    room = numel - start
+    room = numel - start  # elements from this block on
     sums = (blocks + tl.program_id(0).to(tl.int64) * 8).to(tl.pointer_type(tl.float64))
     if room >= NORM_BLOCK:
         gather_block(source, room, start, sums, destination, SOURCE, DESTINATION, ACCUMULATE, ALIGNED, True)
@@ -663,11 +730,11 @@ def sum_block(source, room, start, blocks, SOURCE: tl.constexpr, ALIGNED: tl.con
 
 @triton.jit
 def sum_rows(table, pieces, SOURCE: tl.constexpr):
-    """Write the sum of squares of one block of one of many gradients, which are not copied.
+    """Write the sum of squares of one block of the norm, of one of many gradients, which are not copied.
 
     Args:
         table: int64, shape [rows, 4]: address of a gradient, its elements, address of its sums; the rest is unused.
-        pieces: int32, shape [programs, 2]: the row, and which of its blocks.
+        pieces: int32, shape [programs, 2]: for each program the row, and which of the gradient's blocks.
         SOURCE: Dtype code of the gradients.
     """
     piece = pieces + 2 * tl.program_id(0)
@@ -693,13 +760,17 @@ def product_of_halves(words):
 
 @triton.jit
 def fingerprint_block(source, room, start, part, SOURCE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr):
-    """Write the part of one block of the norm in a gradient's fingerprint (`reference.fingerprint_parts`)."""
-    found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), tl.arange(0, NORM_BLOCK) < room, FULL)
+    """Write the part that one block of the norm has in a gradient's fingerprint (`reference.fingerprint_parts`).
+
+    `part` points at it; the other arguments are as in `gather_block`.
+    """
+    elements = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), tl.arange(0, NORM_BLOCK) < room, FULL)
     EACH: tl.constexpr = 2 if SOURCE == FLOAT32 else 4  # elements of a word
     if SOURCE == FLOAT32:
-        bits = found.to(tl.uint32, bitcast=True).to(tl.uint64)
+        bits = elements.to(tl.uint32, bitcast=True).to(tl.uint64)
     else:
-        bits = found.to(tl.uint16, bitcast=True).to(tl.uint64)
+        bits = elements.to(tl.uint16, bitcast=True).to(tl.uint64)
+    # The first element of a word takes its lowest bits: little endian. As no bits overlap, the sum joins them.
     shifts = (tl.arange(0, EACH) * (64 // EACH)).to(tl.uint64)
     words = tl.sum(tl.reshape(bits, [NORM_BLOCK // EACH, EACH]) << shifts[None, :], axis=1)
     word = tl.arange(0, NORM_BLOCK // EACH)
@@ -707,17 +778,17 @@ def fingerprint_block(source, room, start, part, SOURCE: tl.constexpr, ALIGNED: 
     first = product_of_halves(words ^ (position * STEP_A + START_A).to(tl.uint64, bitcast=True))
     second = product_of_halves(words ^ (position * STEP_B + START_B).to(tl.uint64, bitcast=True))
     terms = first + ((second << 32) | (second >> 32))
-    inside = word * EACH < room
+    inside = word * EACH < room  # a word of zeros beyond the gradient's end would have a term, too
     tl.store(part, tl.sum(tl.where(inside, terms, tl.zeros_like(terms)), axis=0))
 
 
 @triton.jit
 def fingerprint_rows(table, pieces, SOURCE: tl.constexpr):
-    """Write the part of one block of one of many gradients in its fingerprint.
+    """Write the part that one block of the norm has in the fingerprint of its gradient, one of many.
 
     Args:
         table: int64, shape [rows, 4]: address of a gradient, its elements, address of its parts; the rest is unused.
-        pieces: int32, shape [programs, 2]: the row, and which of its blocks.
+        pieces: int32, shape [programs, 2]: for each program the row, and which of the gradient's blocks.
         SOURCE: Dtype code of the gradients.
     """
     piece = pieces + 2 * tl.program_id(0)
@@ -731,13 +802,17 @@ def fingerprint_rows(table, pieces, SOURCE: tl.constexpr):
             fingerprint_block(source, room, start, part, SOURCE, True, True)
         else:
             fingerprint_block(source, room, start, part, SOURCE, True, False)
-    else:  # as in `sum_rows`
+    else:  # loads are not wide here, so full blocks need no variant of their own
         fingerprint_block(source, room, start, part, SOURCE, False, False)
 
 
 @triton.jit
 def copy_block(target, source, room, BLOCK: tl.constexpr, WIDE: tl.constexpr, FULL: tl.constexpr):
-    """Copy up to `BLOCK` bytes in words: of 32 bits at addresses that are multiples of 16, else of 16 bits."""
+    """Copy `room` bytes, or `BLOCK` if there are more, in words of 32 bits (`WIDE`) or of 16.
+
+    With `WIDE` both addresses and `room` are multiples of 16, so that four words are moved at once. `FULL`: there are
+    at least `BLOCK` bytes.
+    """
     if WIDE:
         word = tl.pointer_type(tl.uint32)
         words = tl.arange(0, BLOCK // 4)
@@ -756,7 +831,7 @@ def copy_pieces(table, pieces, BLOCK: tl.constexpr):
 
     Args:
         table: int64, shape [rows, 4]: target, source and bytes, all multiples of 2; the rest is unused.
-        pieces: int32, shape [programs, 2]: the row, and which of its blocks.
+        pieces: int32, shape [programs, 2]: for each program the row, and which of the piece's blocks.
         BLOCK: Bytes of a block.
     """
     piece = pieces + 2 * tl.program_id(0)

@@ -1,7 +1,7 @@
 """Updates of whole parameters (Muon, wrapped classes), in torch operations on the CPU.
 
-For one parameter after another: master and state are made from the weight if they are still due; the rule changes
-them in place; the new weight is made from the master. So temporary memory is that of the largest parameter.
+For one parameter after another: the master is taken from the weight if it is due, and fresh state is zeroed; the rule
+changes both in place; the new weight is made from the master. So temporary memory is that of the largest parameter.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from offload.rules import MUON, PACKED, ClassRule, UpdateRule
 
 @torch.no_grad()
 def _muon(piece: Piece, group: int, values: Mapping[str, Any]) -> None:
-    """Update a matrix by torch's own Muon, on fp32 copies of its state, which are then stored in its format.
+    """Update a matrix by one step of torch's own Muon, on its master and momentum in fp32, and store them again.
 
     So the bits are those of `torch.optim.Muon` on fp32 weights, on this device and with this number of threads; its
-    Newton-Schulz iteration works in bfloat16, whatever the weights' type. For its arguments see
+    Newton-Schulz iteration works in bfloat16, whatever the weights' type. For the arguments of this function see
     `offload.rules.UpdateRule.update`; `group` is not needed, as `values` has all of the group's.
     """
     segment = piece.segment
     (momentum,), master = reference.state_of(segment), reference.master_of(segment)
+    # The optimizer changes `master` and `momentum` in place, as the parameter and its buffer are views of them.
     view = torch.nn.Parameter(piece.shaped(master))
     view.grad = piece.gradient(torch.float32)
     muon = torch.optim.Muon([view], **values)
@@ -54,9 +55,14 @@ _UPDATES: dict[str, Callable[..., None]] = {MUON.name: _muon}
 
 
 def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: int, name: str) -> Callable[[], None]:
-    """Return a function that updates a made-up parameter of a shape, dtype, group and name, to be timed.
+    """Return a function that updates a made-up parameter once, to be timed.
 
-    The rule is one of whole parameters: the others have no update here.
+    Args:
+        rule: A rule of whole parameters: the others have no update here.
+        shape: The parameter's.
+        dtype: The weight's.
+        group: Number of the group whose hyperparameters a class's rule uses; all others use the rule's defaults.
+        name: The parameter's name, for a class's rule.
     """
     if isinstance(rule, ClassRule):
         return rule.trial(shape, dtype, group, name)
@@ -76,16 +82,16 @@ def trial(rule: UpdateRule, shape: tuple[int, ...], dtype: torch.dtype, group: i
 
 def _with_chained_errors(error: BaseException) -> list[BaseException]:
     """Return an error with all its causes, contexts and group members; each once, as they may refer to each other."""
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
     queue = [error]
     while queue:
         next_error = queue.pop()
-        if all(next_error is not each for each in found):
-            found.append(next_error)
+        if all(next_error is not each for each in errors):  # not by `in`: a class of errors may define `==`
+            errors.append(next_error)
             members = next_error.exceptions if isinstance(next_error, BaseExceptionGroup) else ()
             chained = (next_error.__cause__, next_error.__context__, *members)
             queue += [each for each in chained if each is not None]
-    return found
+    return errors
 
 
 class WholeUpdate:
@@ -122,7 +128,10 @@ class WholeUpdate:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Update each row's parameter by the rule; rows that are not active only get master and state made."""
+        """Take masters and zero state as the rows' flags say; then update the parameters of active rows by the rule.
+
+        The reference does the first part, since a rule of whole parameters only knows how to update.
+        """
         rule = self._state.rule
         is_active = active_rows(self.table).tolist()
         update: Callable[..., None] = _UPDATES.get(rule.name, rule.update)
@@ -135,7 +144,7 @@ class WholeUpdate:
                 packed = _CPU.at(int(row[PACKED]), words, torch.float32)
                 segment.scales = packed  # which the reference zeroes with the rest of fresh state
             flags = segment.flags
-            segment.flags &= ~SegmentFlag.ACTIVE  # so that the reference only makes master and state
+            segment.flags &= ~SegmentFlag.ACTIVE  # so that the reference takes the master and zeroes state, no more
             reference.update(segment)
             if is_active[number]:
                 segment.flags = flags
@@ -143,7 +152,7 @@ class WholeUpdate:
                 update(Piece(parameter, segment, packed), parameter.group, self._groups[parameter.group])
                 if segment.weight is None:  # it is the master itself
                     continue
-                if segment.master.dtype is segment.weight.dtype:  # there are no fp32 masters
+                if segment.master.dtype is segment.weight.dtype:  # the rule's masters are copies of the weights
                     segment.weight.copy_(segment.master)
                 else:
                     store_rounded(reference.master_of(segment), segment.weight)

@@ -27,27 +27,32 @@ NEAR = 0.97
 """Part of the best rate from which on a depth counts as equally good."""
 
 TILES = DEPTHS[-1]
-"""Tiles that are read, and as many written, in a round: enough to reach every depth."""
+"""Tiles that are read in a trial, and as many are written: enough to reach every depth."""
 
 TILE_BYTES = (256 << 10, 2 << 20)
 """Least and most bytes of a tile: smaller ones tell nothing, larger ones take too long."""
 
 ROUNDS = 3
+"""How often a depth is tried at most; its best trial counts."""
 
 HOPELESS = 0.8
 """Part of the best rate; a depth that reached no more is not tried in further rounds."""
 
 MOST_SECONDS = 1.0
+"""About how long `tune_depth` may take."""
 
 
 def choose_depth(rates: Mapping[int, float]) -> int:
-    """Return the smallest depth whose rate is `NEAR` the best; `rates` holds at least one."""
+    """Return the smallest depth whose rate is nearly the best (`NEAR`); `rates` are by depth, at least one."""
     enough = NEAR * max(rates.values())
     return min(depth for depth, rate in rates.items() if rate >= enough)
 
 
 def goes_on_rising(rates: Mapping[int, float]) -> bool:
-    """Return whether to try a greater depth: not if the two greatest so far are no better than a smaller one."""
+    """Return whether a greater depth should be tried, after the depths in `rates`.
+
+    Not if a depth below the two greatest so far is nearly the fastest: still greater ones would be no faster.
+    """
     depths = sorted(rates)
     return len(depths) < 3 or choose_depth(rates) in depths[-2:]
 
@@ -79,6 +84,7 @@ def tune_depth(
         TierError: If the path fails.
     """
     least, most = TILE_BYTES
+    # Each of the 2 * TILES tiles has memory and a slot of its own; `room` is the most payload that a slot can have.
     room = tier.free_bytes() // (2 * TILES) - SLOT_HEADER_BYTES
     tile_bytes = min(most, nbytes // (2 * TILES), room) // SECTOR_BYTES * SECTOR_BYTES
     if tile_bytes < least or tier.cached:
@@ -89,15 +95,15 @@ def tune_depth(
     rates: dict[int, float] = {}
 
     def has_used(part: float) -> bool:
-        """Return whether more than this part of the time has passed."""
+        """Return whether more than this part of `MOST_SECONDS` has passed."""
         return clock() - began_s > part * MOST_SECONDS
 
     def load(verb: str, numbers: range) -> Load:
-        """Return reads or writes of these slots; each has its own memory."""
+        """Return a load that reads or writes these slots, one transfer for each; slot n has the nth tile's memory."""
         return slots.load(verb, numbers, address + numbers.start * tile_bytes)
 
     def try_depth(depth: int) -> None:
-        """Set a depth, move tiles both ways, and note the rate."""
+        """Set a depth, read and write tiles at the same time, and note the depth's best rate so far in `rates`."""
         tier.set_depth(depth)
         started_s = clock()
         drive(queue, [load("read", range(TILES)), load("write", range(TILES, 2 * TILES))])
@@ -105,7 +111,8 @@ def tune_depth(
         # The best of the rounds: other work on the machine only ever slows one down.
         rates[depth] = max(rates.get(depth, 0.0), 2 * TILES * tile_bytes / max(seconds, 1e-9))
 
-    # Write all slots once, as first writes take longer: not timed. Few at first, to notice a slow path soon.
+    # Write all slots once, as first writes take longer: not timed. One slot first, then each time as many more as are
+    # filled, so that a slow path is noticed soon.
     filled = 0
     while filled < 2 * TILES:
         if has_used(0.25):  # the path is too slow: too little time would be left for depths
@@ -121,7 +128,7 @@ def tune_depth(
             tier.set_depth(depth_before)
             return {}
         try_depth(depth)
-    for depth in (ROUNDS - 1) * sorted(rates):
+    for depth in (ROUNDS - 1) * sorted(rates):  # further rounds
         if rates[depth] > HOPELESS * max(rates.values()) and not has_used(1.0):
             try_depth(depth)
     tier.set_depth(choose_depth(rates))

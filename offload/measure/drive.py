@@ -20,7 +20,7 @@ from offload.protocols import Completion, Queue
 from offload.schedule.timeline import Interval
 
 ENOUGH_TOGETHER = 0.3
-"""Part of the longest lane's time for which all must work at once, to show their rates beside each other."""
+"""Lanes show their rates beside each other if all work at once for this part of the time of the longest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class Load:
         lane: Its name in the timeline.
         nbytes: Bytes of one operation.
         depth: Operations in flight at once.
-        start: Called with an operation's id, and a place from 0 to `depth` - 1 in which no other is in flight.
+        start: Starts an operation; called with its id, and with its place: a number from 0 to `depth` - 1 that no
+            other operation in flight has.
         error: Returns the error of a failed completion.
         count: Operations in all; None to go on until all loads with a count have ended.
         what: Name of what is measured, for the log.
@@ -47,7 +48,7 @@ class Load:
 
 
 class _Flight(NamedTuple):
-    """An operation of a load, in one of its places."""
+    """An operation of a load, in one of the load's places; its text is what the log calls it."""
 
     load: Load
     place: int
@@ -71,14 +72,17 @@ def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
     most_depth = max(load.depth for load in loads)
     free = deque(_Flight(load, place) for place in range(most_depth) for load in loads if place < load.depth)
     started: Counter[str] = Counter()
-    left = sum(load.count or 0 for load in loads)  # operations of loads with a count that have not ended
+    unended = sum(load.count or 0 for load in loads)  # operations of loads with a count that have not ended
 
     def take_next() -> _Flight | None:
-        """Take the next free place whose load goes on; places of others are thrown away."""
+        """Take the next free place in which an operation is to be started; None if there is none now.
+
+        Places whose load has started all its operations are thrown away; all places, once `unended` is 0.
+        """
         while free:
             flight = free.popleft()
             load = flight.load
-            if left and started[load.lane] < (math.inf if load.count is None else load.count):
+            if unended and started[load.lane] < (math.inf if load.count is None else load.count):
                 started[load.lane] += 1
                 return flight
         return None
@@ -91,7 +95,7 @@ def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
                 raise load.error(completion)  # `closing` waits for what is in flight
             timeline.append(Interval(load.lane, "", completion.started_s, completion.finished_s, load.nbytes))
             if load.count is not None:
-                left -= 1
+                unended -= 1
             free.append(flight)
     return timeline
 
@@ -104,28 +108,29 @@ def lane_rates(timeline: Sequence[Interval]) -> dict[str, float]:
 def rates_beside(timeline: Sequence[Interval]) -> dict[str, float]:
     """Return the bytes per second of each lane while all lanes were at work.
 
-    If they were together for too short a time (one ends before another begins), those of `lane_rates`.
+    If all were at work for too short a time, as where one ends before another begins, the rates of `lane_rates`.
     """
     spans = _spans(timeline)
     together_s = min(end_s for _, end_s in spans) - max(begin_s for begin_s, _ in spans)
     rates = lane_rates(timeline)
     if together_s < ENOUGH_TOGETHER * max(end_s - begin_s for begin_s, end_s in spans):
         return rates
-    # In the time together; a lane that paused just then has 0 there.
+    # `bytes_per_s` is 0 for a lane that paused during the time together: its rate over all its time then.
     return {lane: bytes_per_s(timeline, lane) or rate for lane, rate in rates.items()}
 
 
 def _spans(timeline: Sequence[Interval]) -> list[tuple[float, float]]:
-    """Return, for each lane, when its first operation began and when its last one ended."""
+    """Return, for each lane in any order, when its first operation began and when its last one ended."""
     lanes = {interval.lane for interval in timeline}
     of_lanes = [[interval for interval in timeline if interval.lane == lane] for lane in lanes]
     return [(min(i.started_s for i in lane), max(i.finished_s for i in lane)) for lane in of_lanes]
 
 
 def bytes_per_s(timeline: Sequence[Interval], lane: str) -> float:
-    """Return a lane's rate from when the last lane began until the first one ended, without filling and draining.
+    """Return a lane's bytes a second in the time in which all lanes of a timeline were at work.
 
-    An operation's bytes are taken as spread evenly over its time.
+    That is from when the last lane began until the first one ended: filling and draining of lanes do not count. Of an
+    operation that was only partly in that time, the same part of its bytes counts.
     """
     spans = _spans(timeline)
     began_s = max(begin_s for begin_s, _ in spans)

@@ -45,7 +45,9 @@ UPDATE_NUMEL = 1 << 25
 """Elements that updates go over in turn: more than caches hold."""
 
 PATH_DEPTH = 8
+"""Transfers of one direction in flight on a path."""
 PATH_SLOTS = 16
+"""Slots that one direction uses, of each size of tiles."""
 LADDER_BYTES = (SECTOR_BYTES, 16 * SECTOR_BYTES, 1 << 20)  # tiles whose times show the latency
 GAUGE_BYTES = 1 << 20  # tiles that show whether a path is slow
 
@@ -56,6 +58,7 @@ _VARIANTS = {
     "weight past caches, prefetch": StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.PREFETCH,
     "tensor by tensor": StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.TENSOR_BY_TENSOR,
 }
+"""Ways to pass over memory, by name; the fastest shows the memory's bandwidth."""
 
 
 def full_probe(
@@ -97,39 +100,43 @@ def full_probe(
             stack.callback(states[form].close)
         counts = thread_counts(threads)
         kernels = {count: stack.enter_context(CpuUpdateKernel(queue, count)) for count in counts}
-        # Samples of a round, of which a path has four; in the worst case there is time for the fewest rounds alone.
-        expected = len(states) * len(counts) + len(_VARIANTS) + 4 * len(paths)
+        # The time of a run is short enough for the fewest rounds, and one that warms up, of all samples; a path has
+        # four of them (`PathProbe.samples`).
+        expected_samples = len(states) * len(counts) + len(_VARIANTS) + 4 * len(paths)
         fewest_rounds, _ = FULL_ROUNDS
-        run_s = min(LONGEST_RUN_S, seconds / (fewest_rounds + 1) / expected)  # and a round that warms up
-        # Twice, as a pass negates the state.
+        run_s = min(LONGEST_RUN_S, seconds / (fewest_rounds + 1) / expected_samples)
+        # Each twice, as a pass negates the state.
         variants = {name: (variant, variant) for name, variant in _VARIANTS.items()}
         cpu = CpuProbe(Runs(queue, seconds=run_s / 2, most=4096), kernels, states, variants, least=4)
         probes = []
         for number, path in enumerate(paths):
-            report(0, 1, f"opening {path}")
+            report(0, 1, f"opening {path}")  # nothing is done; how many runs there will be is not known yet
             probes.append(_path_probe(number, path, queue, stack, cpu, run_s))
         gpus = stack.enter_context(gpu_probe(cpu.rate))
         lanes: list[CpuProbe | PathProbe | GpuProbe] = [cpu, *probes, *gpus]
         measurements = medians_of([sample for lane in lanes for sample in lane.samples()], seconds, report)
         result = _result(measurements, counts, probes, gpus)
-        kernel = kernels[counts[-1]]
+        kernel = kernels[counts[-1]]  # with the most threads
         link = gpus[0].lanes if gpus else NO_LANES
         nodes = probe_nodes(kernel, queue, memory_nodes(), numel * trial_bytes(EXACT_ADAMW), link)
-        engine = trial_rates(kernel, [probe.tier for probe in probes], queue, result.rates)
-    # Only the engine's costs: paths' latencies have been measured.
-    costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
+        rates_of_trial = trial_rates(kernel, [probe.tier for probe in probes], queue, result.rates)
+    # Only the engine's costs are taken of these: paths' latencies were measured above, more exactly.
+    costs = {name: getattr(rates_of_trial, name) for name in ("reaction_s", "operation_s", "begin_s")}
     return dataclasses.replace(result, rates=dataclasses.replace(result.rates, nodes=nodes, **costs))
 
 
 def _affordable_numel() -> int:
-    """Return `UPDATE_NUMEL`, or as many elements as a quarter of the available memory holds in each format."""
+    """Return `UPDATE_NUMEL`, or as many elements as a quarter of the available memory holds in all formats together.
+
+    They are whole chunks, and at least `UPDATE_DEPTH` of these, however little memory there is.
+    """
     item_bytes = sum(trial_bytes(EXACT_ADAMW.stored_in(form)) for form in FORMATS)
     most = available_bytes() // 4 // item_bytes
     return max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
 
 
 def thread_counts(most: int) -> list[int]:
-    """Return the numbers of threads to measure the update with: all up to 8, then two in a doubling, and `most`."""
+    """Return the numbers of threads to measure the update with: 1 to 8, 12, 16, 24, ... below `most`, and `most`."""
     counts = set(range(1, min(most, 8) + 1)) | {most}
     doubled = 8
     while doubled < most:
@@ -144,7 +151,14 @@ def _result(
     probes: Sequence[PathProbe],
     gpus: Sequence[GpuProbe],
 ) -> RatesFile:
-    """Return the file of rates with these measurements, and warnings about those that disagree."""
+    """Return the content of a file of rates.
+
+    Args:
+        measurements: What was measured, by name.
+        counts: Numbers of threads that the update was measured with, ascending.
+        probes: The paths' probes, in order.
+        gpus: The GPU's probe; empty without a GPU.
+    """
     by_format = {form: {count: measurements[update_name(form, count)].median for count in counts} for form in FORMATS}
     rates = rates_of(measurements, counts[-1], probes, gpus[0].memory_bytes if gpus else None)
     tiers = [probe.tier for probe in probes]
@@ -164,7 +178,7 @@ def _result(
 def _warnings(
     measurements: Mapping[str, Measurement], tiers: Sequence[Tier], facts: Sequence[Mapping[str, object]]
 ) -> list[str]:
-    """Return warnings about measurements that disagree, and paths that the page cache may answer for."""
+    """Return warnings about measurements whose runs disagree, and paths whose reads the page cache may serve."""
     warnings = []
     unsteady = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
     if unsteady:
@@ -182,11 +196,17 @@ def _warnings(
 def _path_probe(
     number: int, path: str, queue: CompletionQueue, ends: contextlib.ExitStack, cpu: CpuProbe, run_s: float
 ) -> PathProbe:
-    """Return a probe of a path, opened as a session opens it; all slots are written, so that reads find them.
+    """Open a path as a session does, choose sizes of tiles for it, and return its probe.
+
+    The probe has a region of slots for each size: half of the slots are read, and have been written when this
+    returns; the others are for writes beside these reads.
 
     Args:
+        number: The path's, for the names of measurements.
+        path: The path, as the user wrote it.
+        queue: Gets the path's completions.
         ends: Closes the path and frees memory.
-        cpu: Its update runs beside the path.
+        cpu: The probe of the update, which runs beside the path in one of the samples.
         run_s: Seconds of one run.
 
     Raises:
@@ -201,7 +221,7 @@ def _path_probe(
     room = tier.free_bytes()  # before `tune_depth` writes slots: the regions take their place
     tune_depth(tier, queue, arena.address, arena.nbytes)
     affordable = _affordable_bytes(tier, queue, arena.address, run_s)
-    # The smaller regions together take no more room than the largest one.
+    # Of the largest tiles there are 2 * PATH_SLOTS; the smaller regions together take no more room than these.
     largest = min(MAX_TILE_BYTES, affordable, room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES)
     if largest < LADDER_BYTES[1]:
         least = 4 * PATH_SLOTS * LADDER_BYTES[1]
@@ -209,6 +229,7 @@ def _path_probe(
         raise ConfigError("paths", path, allowed)
     regions = []
     offset = 0
+    # The largest size comes last, as `PathProbe` asks; of the others, those that are at most half as large.
     for index, size in enumerate([size for size in sizes if 2 * size <= largest] + [largest]):
         regions.append(Slots(tier, size, number=index, offset=offset))
         offset += 2 * PATH_SLOTS * slot_bytes(size)
@@ -219,10 +240,13 @@ def _path_probe(
 
 
 def _affordable_bytes(tier: Tier, queue: CompletionQueue, address: int, run_s: float) -> int:
-    """Return the bytes of a tile with which a run on this path takes about `run_s`; writes to the path."""
+    """Return the size of tiles with which a run on this path takes about `run_s`, in bytes.
+
+    It follows from the rate of a few writes, which this makes to the path's first slots.
+    """
     gauge = Slots(tier, GAUGE_BYTES, number=len(LADDER_BYTES) + 1)  # a number that no region has
     if tier.free_bytes() < 2 * PATH_SLOTS * slot_bytes(GAUGE_BYTES):
-        return MAX_TILE_BYTES  # the little room decides on the size
+        return MAX_TILE_BYTES  # no limit from here: the caller chooses a size by the little room that there is
     rate = lane_rates(drive(queue, [gauge.load("write", range(PATH_DEPTH), address)]))["write"]
-    tile_bytes = int(rate * run_s / PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES  # a run moves at least so many tiles
+    tile_bytes = int(rate * run_s / PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES  # a run moves `PATH_SLOTS` or more
     return max(LADDER_BYTES[1], tile_bytes)

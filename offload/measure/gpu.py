@@ -16,7 +16,9 @@ from offload.measure.samples import Sample
 from offload.protocols import DeviceLane, Mark
 
 COPY_BYTES = 64 << 20
+"""Most bytes of one copy."""
 COPIES = 8
+"""Most copies, or updates, of a run."""
 LONGEST_RUN_S = 1.5
 """Most seconds of a run of `COPIES` copies. A quarter of it, for copies beside the CPU's update, is longer than one
 run of that update."""
@@ -26,9 +28,11 @@ MOST_GATE_COPIES = 32
 """Number of copies that hold work back until all of it is enqueued: at first, and at most."""
 
 COPIES_BESIDE = 128
+"""Most copies of a run beside the CPU's update."""
 MOST_BESIDE = 64
 """Most runs of the CPU's update beside these copies."""
 UPDATE_NUMEL = 1 << 26
+"""Most elements of an update on the GPU."""
 
 H2D, D2H, UPDATE = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE
 GATE = DeviceLane.LEAVING
@@ -37,9 +41,13 @@ GATE = DeviceLane.LEAVING
 
 @contextlib.contextmanager
 def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
-    """Yield the probe of the current accelerator in a list; an empty one without an accelerator that offload uses.
+    """Open a probe of the current accelerator for the time of this context, and let it warm up.
 
-    `update`: see `GpuProbe`.
+    Args:
+        update: See `GpuProbe`.
+
+    Yields:
+        A list of the probe; an empty list if there is no accelerator that offload uses.
     """
     import torch
 
@@ -52,7 +60,7 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
             device = AcceleratorDevice()
             lanes = GpuLanes(device, CompletionQueue())
             ends.callback(lanes.close)
-            # Of at most a quarter of the free memory: an element takes 16 bytes.
+            # Of at most a quarter of the free memory, as an element takes 16 bytes; whole sectors of 1024 elements.
             numel = min(UPDATE_NUMEL, device.free_bytes() // 64) // 1024 * 1024
             probe = GpuProbe(lanes, EXACT_ADAMW, numel, update=update)
             ends.callback(probe.close)
@@ -65,9 +73,10 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
 class GpuProbe:
     """Measures copies between pinned host memory and a GPU, and updates there.
 
-    The measured work waits on the device for a *gate* (copies on another lane), until the host has enqueued all of
-    it. Else the host's calls would be timed, if they take longer than the work. A run whose gate ended too early is
-    repeated with twice as many copies in the gate.
+    In `rates`, the measured work waits on the device for a *gate*: copies on another lane, which go on while the host
+    enqueues that work. Without the gate the time of the host's calls would be measured where they take longer than
+    the work. If the gate has ended before all work was enqueued, the run is repeated with twice as many copies in
+    the gate, up to `MOST_GATE_COPIES`.
 
     Gradients and weights of the update have 16 bits.
 
@@ -75,8 +84,8 @@ class GpuProbe:
         lanes: The device's, with nothing on them.
         state: Format of the state that is updated.
         numel: Elements of an update.
-        run_s: Most seconds of a run of several copies or updates; a quarter of that beside the CPU's update. Each run
-            determines how many the next run of its kind has.
+        run_s: Most seconds of a run of several copies or updates; a quarter of that beside the CPU's update. The time
+            that a run takes determines how many copies or updates the next run of its kind has.
         update: Runs the CPU's update for a while and returns its rate; None to leave out copies beside it.
         node: The memory node of the host's side of copies; None for any.
         copy_bytes: Most bytes of one copy; twice as many are allocated in host memory.
@@ -109,13 +118,14 @@ class GpuProbe:
         self.copy_bytes = size = min(nbytes // 2, copy_bytes)
         # Bytes that one copy, or one update, counts for.
         self._bytes = {H2D: size, D2H: size, UPDATE: int(numel * state.item_bytes)}
-        self._ends = contextlib.ExitStack()
+        self._ends = contextlib.ExitStack()  # what frees the memory
+        # Device memory for the tensors of an update, which copies of both directions use as well.
         memory = lanes.device.allocate(nbytes)
         self._ends.callback(lanes.device.release, memory)
         try:
             arena = lanes.allocate_arena(2 * size, node=node)
             self._ends.callback(lanes.free_arena, arena)
-            # Device memory is undefined until now; the arena's is 0.
+            # Device memory is undefined until here. The arena's is 0: copy its first bytes over all of the device's.
             zeros = ((memory + at, arena.address, min(size, nbytes - at)) for at in range(0, nbytes, size))
             lanes.copy_to_device([*zeros])
         except BaseException:  # the caller has no probe to close
@@ -131,7 +141,7 @@ class GpuProbe:
         self._table = trial_table(state, memory, numel)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the samples to take."""
+        """Yield the samples to take: of copies to and from the GPU, and of updates there."""
         yield "copies to the GPU", partial(self.rates, H2D, suffix=" alone")
         yield "copies from the GPU", partial(self.rates, D2H, suffix=" alone")
         yield "copies both ways", partial(self.rates, H2D, D2H)
@@ -145,11 +155,14 @@ class GpuProbe:
             sample()
 
     def rates(self, *lanes: DeviceLane, suffix: str = "") -> dict[str, float]:
-        """Return the rates of lanes that work at once: bytes copied, or bytes of state updated, per second.
+        """Measure lanes that work at the same time, in one run.
 
         Args:
-            lanes: Those that work.
-            suffix: What is added to the names of these rates.
+            lanes: The lanes.
+            suffix: What is added to the names of the rates, such as " alone".
+
+        Returns:
+            The bytes a second that each lane copied, or of whose state it updated, by name: "gpu/h2d alone".
         """
         while True:
             gate = self.gate(lanes)
@@ -161,14 +174,15 @@ class GpuProbe:
             self._gate_copies *= 2
 
     def _update_device(self) -> None:
+        """Enqueue an update on the device; its table is sent before."""
         self.lanes.device.update(self.lanes.device.send_table(self._table))
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._ends.close()
 
     def gate(self, lanes: Sequence[DeviceLane]) -> Mark:
-        """Make lanes wait on the device for the gate's copies; return the mark of their end."""
+        """Enqueue the gate's copies, let lanes wait for them on the device, and return the mark after them."""
         for _ in range(self._gate_copies):
             self._work[GATE]()
         gate = self.lanes.device.mark(GATE, timed=False)
@@ -177,7 +191,7 @@ class GpuProbe:
         return gate
 
     def _enqueue_run(self, lanes: Sequence[DeviceLane], suffix: str) -> dict[DeviceLane, tuple[Mark, Mark]]:
-        """Enqueue a run on lanes; return the marks before and after it."""
+        """Enqueue a run of copies or updates on each lane; return, by lane, the marks before and after its run."""
         device = self.lanes.device
         began = {lane: device.mark(lane) for lane in lanes}
         for _ in range(self._repeats.get((*lanes, suffix), 1)):
@@ -188,7 +202,14 @@ class GpuProbe:
     def _finish_run(
         self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], suffix: str, run_s: float, most: int
     ) -> dict[str, float]:
-        """Wait for a run and return its rates; choose how many copies or updates, up to `most`, take `run_s` next."""
+        """Wait for a run, return its rates, and determine the size of the next run of its kind.
+
+        Args:
+            marks: What `_enqueue_run` has returned.
+            suffix: What is added to the names of the rates; with the lanes, it is the run's kind.
+            run_s: Seconds that the next run should take.
+            most: Most copies or updates of the next run.
+        """
         kind = (*marks, suffix)
         repeats = self._repeats.get(kind, 1)
         rates = {}
@@ -202,14 +223,21 @@ class GpuProbe:
         return rates
 
     def beside(self, update: Callable[[], float]) -> dict[str, float]:
-        """Return the rates of copies both ways beside the CPU's update, and the part of its rate that this keeps."""
-        name = " beside cpu"
+        """Measure copies both ways beside the CPU's update.
+
+        Args:
+            update: See `GpuProbe`.
+
+        Returns:
+            The copies' rates, and "gpu/speed of cpu": the part of its rate alone that the CPU's update keeps.
+        """
+        suffix = " beside cpu"
         alone_rate = update()
-        marks = self._enqueue_run([H2D, D2H], name)
+        marks = self._enqueue_run([H2D, D2H], suffix)
         update_rates = [update()]
         while len(update_rates) < MOST_BESIDE and not any(ended.reached() for _, ended in marks.values()):
             update_rates.append(update())
-        rates = self._finish_run(marks, name, self._run_s / 4, most=COPIES_BESIDE)
-        # The last run of the update is left out: the copies ended during it.
+        rates = self._finish_run(marks, suffix, self._run_s / 4, most=COPIES_BESIDE)
+        # The last run of the update is left out, unless it is the only one: the copies ended during it.
         beside_rate = statistics.mean(update_rates[:-1] or update_rates)
         return rates | {"gpu/speed of cpu": beside_rate / alone_rate}

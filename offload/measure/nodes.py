@@ -1,6 +1,6 @@
-"""Rates of memory nodes: the update, reads, writes and the GPU's link, with memory that is bound to each.
+"""Rates of memory nodes: the update, reads, writes and the GPU's link, with memory that is bound to one node.
 
-The passes go over equally many bytes on each node, as caches would make a smaller part seem faster.
+Passes go over equally many bytes on all nodes: on one with fewer bytes, caches would make it seem faster.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def probe_nodes(
     Raises:
         OffloadError: A node has no memory for it, or this process may not use it.
     """
-    least = UPDATE_DEPTH * CHUNK_NUMEL * trial_bytes(EXACT_ADAMW) + ALIGNMENT_BYTES
+    least = UPDATE_DEPTH * CHUNK_NUMEL * trial_bytes(EXACT_ADAMW) + ALIGNMENT_BYTES  # bytes of the smallest trial
     affordable = (free_bytes(number) // SHARE_OF_AVAILABLE for number in numbers)
     nbytes = max(least, min(most_bytes, enough_bytes(), *affordable))
     return tuple(_probe_node(kernel, queue, number, nbytes, lanes) for number in numbers)
@@ -58,10 +58,12 @@ def _probe_node(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int,
         cpu = CpuProbe(Runs(queue), kernels, states={EXACT: state}, variants={}, least=state.chunks)
         cpu.rate()  # warms up
         update_bytes_per_s = max(repeated(cpu.rate))
-        libc = ctypes.CDLL(None)  # which ctypes calls without the GIL
+        # Passes are calls of the C library, which ctypes makes without the GIL, so that threads run side by side:
+        # `memset` writes zeros; `memchr` seeks a byte that is 1, and reads all memory, as there is none.
+        libc = ctypes.CDLL(None)
         write = partial(_pass_rate, kernel.threads, arena, lambda at, size: libc.memset(at, 0, size))
-        read = partial(_pass_rate, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))  # all is 0
-        write_bytes_per_s = max(repeated(write))  # first, so that all is 0 when reads look for a 1
+        read = partial(_pass_rate, kernel.threads, arena, lambda at, size: libc.memchr(at, 1, size))
+        write_bytes_per_s = max(repeated(write))  # first, so that all is 0 for the reads
         read_bytes_per_s = max(repeated(read))
     link = lanes.measure_rates(partial(_link_rates, number=number))
     link_bytes_per_s = min(link.h2d_bytes_per_s, link.d2h_bytes_per_s) if link.lanes else 0.0  # 0: there is no GPU
@@ -69,7 +71,13 @@ def _probe_node(kernel: CpuUpdateKernel, queue: Queue, number: int, nbytes: int,
 
 
 def _pass_rate(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctypes.c_size_t], object]) -> float:
-    """Return the bytes a second of several threads, each of which works on its part of an arena."""
+    """Return the bytes a second that several threads together reach in one pass, each over its part of an arena.
+
+    Args:
+        threads: How many.
+        arena: The memory.
+        work: Passes over a part; called with its address and its size.
+    """
     size = arena.nbytes // threads
 
     def work_on_part(number: int) -> None:
@@ -82,9 +90,12 @@ def _pass_rate(threads: int, arena: Arena, work: Callable[[ctypes.c_void_p, ctyp
 
 
 def _link_rates(lanes: GpuLanes, number: int) -> GpuRates:
-    """Return the rates of copies both ways between the GPU and a node; the best of three runs after a first."""
+    """Return the rates of copies between the GPU and a node, both ways at once: the best of three runs.
+
+    A first run before these does not count: it determines their length.
+    """
     with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, CHUNK_NUMEL, node=number)) as probe:
         _first, *runs = [probe.rates(H2D, D2H) for _ in range(4)]
     h2d, d2h = (max(run[f"gpu/{lane}"] for run in runs) for lane in ("h2d", "d2h"))
-    # Nobody reads the rate of updates here, which does not depend on the node.
+    # Only the link's rates are used. A valid rate stands in for that of updates, which does not depend on the node.
     return GpuRates(update_bytes_per_s=h2d, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h)

@@ -1,4 +1,8 @@
-"""Rates from timelines: learns from a session's steps what its lanes really reach."""
+"""Rates from timelines: learns from a session's steps what its lanes really reach.
+
+`observe` returns the rates that one step shows, `typical` the medians over a few steps. "Known" rates are those
+before the step; they stay where the step does not show others.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +28,34 @@ HISTORY = 3
 """Steps of which a rate is the median: one outlier changes nothing, a lasting change shows in its second step."""
 
 LEARNT = ("_bytes_per_s", "memory_cost", "latency_s", "at_once", "reaction_s", "operation_s", "begin_s")
-"""Suffixes of the rates that are learnt from steps."""
+"""The ends of the names of those fields of `Rates` and its parts that are learnt from steps."""
 
 IMPOSSIBLE = 0.05
-"""Known rates count as wrong if an update has done more than they allow, by more than this part."""
+"""Known memory costs count as wrong if the CPU has updated more bytes than they allow, by more than this part."""
 
 LEAST_SHOWN = 0.05
 """The part of its busy time for which a direction must be alone, and beside the other, to show these two rates."""
 
 LEAST_KEPT, LEAST_TOGETHER = 0.05, 1.0
-"""Bounds for what steps show, since which operations met is a matter of chance: a direction keeps at least
-`LEAST_KEPT` of its rate alone while the other works, and the parts of both sum to at least `LEAST_TOGETHER` (as if
-they took turns), or to what was known, if that is less."""
+"""Bounds for what steps show of a path's directions.
+
+Each direction keeps a part of its rate alone while the other works: at least `LEAST_KEPT`. The parts of both sum to
+at least `LEAST_TOGETHER`, as if they took turns, or to what was known if that is less. A step may seem to show less,
+as it is a matter of chance which operations met.
+"""
 
 REFINEMENTS = 30
-"""Repetitions of `_show_direction` until its rates agree."""
+"""Repetitions in `_show_direction`, enough for its rates to converge."""
 
 BISECTIONS = 40
-"""Halvings of `_lowest`."""
+"""Halvings of the interval in `_lowest`."""
 
 TOLERANCE = 1e-6
 """Relative differences below this are rounding."""
 
 
 def lane_totals(timeline: Sequence[Interval]) -> Mapping[str, tuple[int, float]]:
-    """Return, for each lane, the bytes it moved and the seconds in which at least one operation was on it or due."""
+    """Return, for each lane, the bytes that it moved and the seconds in which it was busy (see `_busy_spans`)."""
     return _totals(timeline, _busy_spans(timeline))
 
 
@@ -60,21 +67,22 @@ class _LaneTotal(NamedTuple):
 
     @property
     def shows_rate(self) -> bool:
-        """Whether it moved enough to show its bandwidth."""
+        """Whether the lane moved enough bytes to show its bandwidth."""
         return self.nbytes >= LEAST_BYTES and self.busy_s > 0
 
     def rate(self, known: float) -> float:
-        """Return the bytes a second that it reached; the known rate if it does not show its own."""
+        """Return the bytes a second that the lane reached; the known rate if it moved too little to show its own."""
         return self.nbytes / self.busy_s if self.shows_rate else known
 
 
 _IDLE = _LaneTotal(0, 0.0)
+"""The total of a lane that did nothing."""
 
 
 def _totals(
     timeline: Sequence[Interval], spans: Mapping[str, Sequence[tuple[float, float]]]
 ) -> dict[str, _LaneTotal]:
-    """Return what each lane did, which was busy in these spans."""
+    """Return, for each lane, its bytes and its busy seconds; `spans` are its busy times, from `_busy_spans`."""
     nbytes: dict[str, int] = {}
     for interval in timeline:
         nbytes[interval.lane] = nbytes.get(interval.lane, 0) + interval.nbytes
@@ -86,7 +94,13 @@ def _totals(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step's operations by lane, with the spans in which lanes were busy, and what they did in all."""
+    """What lanes did in a step, all by lane.
+
+    Attributes:
+        intervals: Its operations.
+        spans: When it was busy: (begin, end), disjoint and in order.
+        totals: Its bytes and busy seconds.
+    """
 
     intervals: Mapping[str, Sequence[Interval]]
     spans: Mapping[str, Sequence[tuple[float, float]]]
@@ -94,7 +108,7 @@ class _Step:
 
     @classmethod
     def of(cls, timeline: Sequence[Interval]) -> _Step:
-        """Return the step of a timeline."""
+        """Sort a step's timeline by lanes."""
         intervals: dict[str, list[Interval]] = {}
         for interval in timeline:
             intervals.setdefault(interval.lane, []).append(interval)
@@ -102,20 +116,27 @@ class _Step:
         return cls(intervals, spans, _totals(timeline, spans))
 
     def show_direction(self, lane: str, other: str, known: Direction, latency_s: float) -> _Shown:
-        """Return what the step shows of a lane that moved something; `other` is the other direction's lane."""
+        """Return what the step shows of one direction of a path, or of a GPU's link; see `_show_direction`.
+
+        Args:
+            lane: The direction's lane, which has moved something.
+            other: The other direction's lane.
+            known: The direction's known rates.
+            latency_s: The known latency of an operation.
+        """
         return _show_direction(known, latency_s, self.intervals[lane], self.spans[lane], self.spans.get(other, ()))
 
 
 def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
-    """Return the rates that lanes reached in one step; those known before for lanes that did too little.
+    """Return the rates that lanes reached in one step; a lane that did too little keeps its known rates.
 
-    A lane's rate is its bytes over its busy time, less latency. A path's directions have two rates, alone and beside
-    the other; so have a link's, if these are known to differ. The CPU's rate is its rate alone: it is corrected for
-    the memory bandwidth that other lanes took, by their traffic in this step and their known `memory_cost`. If that
-    would leave too little bandwidth for what the CPU did, the costs are lowered.
-
-    A path that moved too little to show its rate shows its latency: the time that operations take beside their bytes.
-    The engine's own intervals show the time of its thread; without any, that stays as it was known.
+    * A lane's rate is its bytes over its busy time, less latency. Each direction of a path has two rates, alone and
+      beside the other direction. So has each of a GPU's link, if these two are known to differ.
+    * The CPU's rate is that alone. What the CPU reached is corrected for the memory bandwidth that other lanes took,
+      by their traffic in this step and their known `memory_cost`. If these costs would leave too little bandwidth for
+      what the CPU did, they are lowered.
+    * A path that moved too little to show a rate shows its latency: the time of an operation beside its bytes.
+    * The engine's own intervals show the time of its thread; without any, that stays as it was known.
     """
     step = _Step.of(timeline)
     totals = step.totals
@@ -136,9 +157,9 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
 
 
 def _demands(known: Rates, totals: Mapping[str, _LaneTotal]) -> dict[str, float]:
-    """Return the memory traffic a second of each lane but the CPU while it is busy, by the known `memory_cost`.
+    """Return, for each lane but the CPU, the memory bandwidth that it takes while it is busy, in bytes a second.
 
-    By the rate that the lane reached, or the known one if it did too little.
+    That is its rate in this step, or its known rate if it did too little, times its known `memory_cost`.
     """
     demands = {}
     for number, path in enumerate(known.paths):
@@ -151,7 +172,8 @@ def _demands(known: Rates, totals: Mapping[str, _LaneTotal]) -> dict[str, float]
 
 
 def _path_rates(step: _Step, number: int, path: PathRates) -> PathRates:
-    """Return the rates that a step shows of a path."""
+    """Return the rates that a step shows of a path; `number` is the path's, `path` its known rates."""
+    # All by direction, "read" and "write": its known rates, its lane, and the other direction's lane.
     known = {"read": path.read, "write": path.write}
     lanes = {verb: f"{verb}:{number}" for verb in known}
     others = {"read": lanes["write"], "write": lanes["read"]}
@@ -160,20 +182,21 @@ def _path_rates(step: _Step, number: int, path: PathRates) -> PathRates:
         for verb, rates in known.items()
         if step.totals.get(lanes[verb], _IDLE).shows_rate
     }
-    # The parts of their rates alone that directions keep beside each other: as known, and as shown.
+    # The parts of their rates alone that directions keep beside each other: as known, and as shown where they are.
     known_parts = {verb: rates.rate_share_beside for verb, rates in known.items()}
     kept_parts = known_parts | {verb: each.kept for verb, each in shown.items()}
-    # Which operations met is a matter of chance: the parts are raised if their sum is less than it can be.
-    raised = max(1.0, min(LEAST_TOGETHER, sum(known_parts.values())) / sum(kept_parts.values()))
-    directions = {verb: each.rates(min(1.0, raised * kept_parts[verb])) for verb, each in shown.items()}
+    # Which operations met is a matter of chance: parts whose sum is too small are raised (see `LEAST_TOGETHER`).
+    factor = max(1.0, min(LEAST_TOGETHER, sum(known_parts.values())) / sum(kept_parts.values()))
+    directions = {verb: each.rates(min(1.0, factor * kept_parts[verb])) for verb, each in shown.items()}
+    # Fields of `PathRates` by their names.
     beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in directions.items()}
     alone = {f"{verb}_alone_bytes_per_s": rates.alone for verb, rates in directions.items()}
-    used = {lanes[verb]: rates for verb, rates in known.items() if lanes[verb] in step.intervals}
+    used = {lanes[verb]: rates for verb, rates in known.items() if lanes[verb] in step.intervals}  # by lane
     # A step shows no more operations at once than the engine asked for: never go below the known number.
     together = max((path.at_once, *(at_once(step.intervals[lane]) for lane in used)))
-    # A direction that moved much has shown that its operations take no more than `_Shown.idle_s` beside bytes.
+    # Directions that moved much keep the known latency, or less if it would be more than half of their busy time.
     latency_s = min((each.idle_s / each.count for each in shown.values()), default=path.latency_s)
-    if used and not shown:  # too little was moved to show a rate: what is not moving by known rates is latency
+    if used and not shown:  # too little was moved to show a rate: busy time beyond bytes at known rates is latency
         count = sum(len(step.intervals[lane]) for lane in used)
         moving_s = sum(step.totals[lane].nbytes / rates.alone for lane, rates in used.items())
         latency_s = max(0.0, sum(step.totals[lane].busy_s for lane in used) - moving_s) / count
@@ -181,32 +204,34 @@ def _path_rates(step: _Step, number: int, path: PathRates) -> PathRates:
 
 
 def _gpu_rates(step: _Step, known: GpuRates) -> GpuRates:
-    """Return the rates that a step shows of a GPU and its link."""
+    """Return the rates that a step shows of a GPU and its link; `known` without a GPU, which has no lanes."""
+    # The rates of all lanes as if directions of the link did not hinder each other; corrected below where they do.
     gpu = known.reaching({lane: step.totals.get(lane, _IDLE).rate(rate) for lane, (rate, _) in known.lanes.items()})
     for lane, other, direction in (("h2d", "d2h", known.h2d), ("d2h", "h2d", known.d2h)):
         if direction.is_hindered and step.totals.get(lane, _IDLE).shows_rate:
-            # Which copies met is a matter of chance: the proportion stays.
+            # Which copies met is a matter of chance, so the proportion of both rates stays as it was known.
             rates = step.show_direction(lane, other, direction, 0.0).rates(direction.rate_share_beside)
             gpu = gpu.reaching({lane: rates.beside, f"{lane}_alone": rates.alone})
     return gpu
 
 
 def as_on_fastest(timeline: Sequence[Interval], plan: Plan, rates: Rates) -> Sequence[Interval]:
-    """Return a timeline in which work on slower memory nodes has the bytes of the fastest node in the same time.
+    """Return a timeline as if all state lay on the fastest memory node, whose rates are those that are learnt.
 
-    Rates are those of the fastest node, and only these are learnt from a timeline. It is unchanged if there is only
-    one node.
+    Operations keep their times. One on state of a slower node gets the bytes that it would have moved in that time
+    on the fastest node. The timeline is unchanged if there is only one node.
     """
+    # Subgroup and factor for its bytes, by lane and label of the intervals that are about its state.
     factors = {(lane, f"subgroup {n}"): (n, factor) for (lane, n), factor in slower(plan, rates).items()}
     if not factors:
         return timeline
 
     def convert(interval: Interval) -> Interval:
-        """Return an interval with more bytes if it is about state on a slower node."""
-        found = factors.get((interval.lane, interval.label))
-        if found is None:
+        """Return an interval, with more bytes if it is about state on a slower node."""
+        number_and_factor = factors.get((interval.lane, interval.label))
+        if number_and_factor is None:
             return interval
-        number, factor = found
+        number, factor = number_and_factor
         is_state = interval.nbytes == plan.layout.subgroups[number].state_bytes  # else weights, or gradients
         return interval._replace(nbytes=round(interval.nbytes * factor)) if is_state else interval
 
@@ -214,11 +239,11 @@ def as_on_fastest(timeline: Sequence[Interval], plan: Plan, rates: Rates) -> Seq
 
 
 def typical(history: Sequence[Rates]) -> Rates:
-    """Return the median of each rate over the last `HISTORY` observations, of which there is at least one."""
+    """Return the median of each rate over the last `HISTORY` observations; `history` has at least one."""
     recent = history[-HISTORY:]
 
     def median_of(parts: Sequence[Any]) -> Any:
-        """Return the last of several dataclasses with the median of each rate that is learnt."""
+        """Return the last of several dataclasses, with the median over all in each field that is learnt."""
         names = [field.name for field in dataclasses.fields(parts[-1]) if field.name.endswith(LEARNT)]
         medians = {name: median(getattr(part, name) for part in parts) for name in names}
         return dataclasses.replace(parts[-1], **medians)
@@ -230,17 +255,17 @@ def typical(history: Sequence[Rates]) -> Rates:
 
 
 def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, float]]]:
-    """Return, for each lane, when at least one operation was on it or due: disjoint spans in order.
+    """Return, for each lane, when it was busy: (begin, end), disjoint and in order.
 
-    The time between one operation's end and the start of another that was due before counts as busy: the lane's
-    thread, or the engine's, may not have got a core. But the time in which the engine's thread still worked, before
-    it handed the other to the lane, does not count.
+    A lane is busy while an operation is on it. The time between two operations counts, too, if the second had been
+    handed to the lane before the first ended: then only the lane's thread had not got a core yet. It does not count
+    if the engine's thread was still at work on other things, and handed the second over later (`_handed_s`).
     """
     turns = _turns(timeline)
     spans: dict[str, list[tuple[float, float]]] = {}
     for interval in sorted(timeline, key=lambda item: item.started_s):
         lane = spans.setdefault(interval.lane, [])
-        if lane and _handed_s(interval, turns) <= lane[-1][1]:
+        if lane and _handed_s(interval, turns) <= lane[-1][1]:  # it goes on with the last span
             lane[-1] = lane[-1][0], max(lane[-1][1], interval.finished_s)
         else:
             lane.append((interval.started_s, max(interval.started_s, interval.finished_s)))
@@ -249,14 +274,14 @@ def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, flo
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """What a step shows of one direction of a path.
+    """What a step shows of one direction of a path, or of a GPU's link.
 
     Attributes:
-        kept: The part of its rate alone that it keeps while the other works.
+        kept: The part of its rate alone that the direction keeps while the other direction works.
         nbytes: Bytes that it moved.
-        beside_s: Seconds for which it was busy while the other was.
-        alone_s: Seconds for which it was busy alone.
-        idle_s: Seconds of both that were latency: at most half.
+        beside_s: Seconds for which it was busy while the other direction was busy, too.
+        alone_s: Seconds for which it was busy and the other was not.
+        idle_s: Seconds of `beside_s` and `alone_s` together that were latency: at most half of them.
         count: Number of its operations.
     """
 
@@ -268,9 +293,11 @@ class _Shown:
     count: int
 
     def rates(self, kept: float) -> Direction:
-        """Return the rates with which it moved these bytes, if it keeps the part `kept`.
+        """Return the rates with which the direction moved its bytes, if it keeps the part `kept` beside the other.
 
-        Solves nbytes = (kept * beside_s + alone_s) * alone for `alone`, with times scaled down by latency's part.
+        It moves `alone` bytes a second alone, and `kept * alone` beside the other direction, so nbytes =
+        (kept * beside_s + alone_s) * alone. That is solved for `alone`, with both times reduced by the share of them
+        that was latency, idle_s / busy_s.
         """
         busy_s = self.beside_s + self.alone_s
         alone = self.nbytes / (kept * self.beside_s + self.alone_s) * busy_s / (busy_s - self.idle_s)
@@ -284,12 +311,13 @@ def _show_direction(
     spans: Sequence[tuple[float, float]],
     other_spans: Sequence[tuple[float, float]],
 ) -> _Shown:
-    """Return what a step shows of one direction of a path.
+    """Return what a step shows of one direction of a path or link: above all, the part of its rate that it keeps.
 
-    An operation that was partly beside the other direction does not say how many of its bytes that part moved. They
-    are divided in proportion to seconds times rate. The rates follow from the bytes of all operations: begin with the
-    known part that is kept, divide the bytes, compute the rates, and repeat that until they agree. If a step hardly
-    shows one of the two rates, the known part stays.
+    The direction has one rate beside the other direction and one alone. An operation that was partly beside the other
+    does not say how many of its bytes were moved then: they are divided in proportion to seconds times rate. So bytes
+    depend on rates, and rates on bytes. Begin with the known part that is kept; divide the bytes, compute both rates
+    from those of all operations, and repeat that until the rates converge. If a step hardly shows one of the two
+    rates, the known part stays.
 
     Args:
         known: Its known rates.
@@ -303,15 +331,15 @@ def _show_direction(
     busy_s = sum(end_s - begin_s for begin_s, end_s in spans)
     span_begins_s, span_ends_s = np.array(spans).T
     both_busy_s = float(_seconds_within(other_edges_s, span_begins_s, span_ends_s).sum())
-    # Seconds beside the other direction, and alone: of each operation, and of all.
+    # Seconds beside the other direction, and alone: of each operation (shape [2, operations]), and of the direction.
     beside_s = _seconds_within(other_edges_s, begins_s, ends_s)
     parts_s = np.array([beside_s, ends_s - begins_s - beside_s]).clip(0.0)
     totals_s = np.array([both_busy_s, busy_s - both_busy_s])
     kept = known.rate_share_beside
     shows_both = totals_s.min() >= LEAST_SHOWN * busy_s
     for _ in range(REFINEMENTS if shows_both else 0):
-        weights = np.array([[kept], [1.0]]) * parts_s
-        moved = nbytes * weights / np.maximum(weights.sum(axis=0), TOLERANCE)
+        weights = np.array([[kept], [1.0]]) * parts_s  # seconds times rate, in units of the rate alone
+        moved = nbytes * weights / np.maximum(weights.sum(axis=0), TOLERANCE)  # bytes of each operation's two parts
         beside, alone = moved.sum(axis=1) / totals_s
         kept = float(np.clip(beside / max(alone, TOLERANCE), LEAST_KEPT, 1.0))
     idle_s = min(len(intervals) * latency_s, busy_s / 2)
@@ -319,16 +347,23 @@ def _show_direction(
 
 
 def _seconds_within(edges_s: Any, from_s: Any, to_s: Any) -> Any:
-    """Return how much of the time from `from_s` to `to_s` (arrays) lies within spans: begin, end, begin, ..."""
+    """Return how many seconds of some intervals of time lie within spans.
+
+    Args:
+        edges_s: The spans' edges, one array: begin, end, begin, end, ..., ascending.
+        from_s: Where each interval begins, an array.
+        to_s: Where each interval ends.
+    """
     is_span = np.arange(len(edges_s) - 1) % 2 == 0  # every second gap between edges is one
     spent_s = np.concatenate(((0.0,), np.cumsum(np.diff(edges_s) * is_span)))  # within spans, up to each edge
     return np.interp(to_s, edges_s, spent_s) - np.interp(from_s, edges_s, spent_s)
 
 
 def at_once(intervals: Sequence[Interval]) -> int:
-    """Return the most operations of a lane that were under way together."""
+    """Return the greatest number of operations of a lane that were under way together."""
     ends = sorted(interval.finished_s for interval in intervals)
     most = ended = 0
+    # `started` and `ended` are how many operations have started, and have ended, by `started_s`.
     for started, started_s in enumerate(sorted(interval.started_s for interval in intervals), 1):
         while ends[ended] <= started_s and ended < started - 1:  # not this one: it is under way, however short
             ended += 1
@@ -338,13 +373,21 @@ def at_once(intervals: Sequence[Interval]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """The turns of the engine's thread: each from when it is woken until it waits again."""
+    """The turns of the engine's thread: each from when it is woken until it waits again.
+
+    Attributes:
+        begins_s: When each turn began; ascending.
+        ends_s: When each turn ended.
+    """
 
     begins_s: tuple[float, ...]
     ends_s: tuple[float, ...]
 
     def of(self, due_s: float) -> int | None:
-        """Return the turn that started an operation: the first since that was due; None if it is not known."""
+        """Return the index of the turn that started an operation, which was due at `due_s`.
+
+        That is the first turn that began then or later; None if there is none.
+        """
         turn = bisect.bisect_left(self.begins_s, due_s)
         return turn if turn < len(self.begins_s) else None
 
@@ -358,14 +401,13 @@ def _turns(timeline: Sequence[Interval]) -> _Turns:
 def _engine_rates(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
     """Return the engine's `reaction_s`, `operation_s` and `begin_s`, as far as a step shows them.
 
-    * `reaction_s`: mean time from when an operation was due until an idle lane began it, less the thread's work in
-      it. A path's two directions and a checkpoint's writes there count as one lane, as they share a device. A
-      checkpoint's operations show no reaction: they wait for their turn anyway.
-    * `operation_s`: the thread's time in later turns for each operation that they started. Of the turns after the
-      last operation's end, one still belongs to the step.
-    * `begin_s`: the first turn's time beside its operations.
+    * `reaction_s`: mean time from when an operation was due until an idle lane began it (`_reactions`), less the time
+      for which the engine's thread worked meanwhile.
+    * `operation_s`: the thread's time in all turns but the first, for each operation that these started. Of the turns
+      after the last operation's end, one still belongs to the step: it takes in that end.
+    * `begin_s`: the time of the first turn, less `operation_s` for each operation that it started.
 
-    The thread's costs are not learnt with a GPU whose calls have a known cost of their own.
+    The last two are not learnt with a GPU whose calls have a known cost of their own (`GpuRates.call_s`).
     """
     turns = _turns(timeline)
     operations = sorted((i for i in timeline if i.lane != ENGINE), key=lambda item: item.started_s)
@@ -376,32 +418,33 @@ def _engine_rates(known: Rates, timeline: Sequence[Interval]) -> dict[str, Any]:
         edges_s = np.array([turns.begins_s, turns.ends_s]).T.ravel() if turns.begins_s else np.zeros(1)
         engine_s = _seconds_within(edges_s, due_s, started_s)
         learnt["reaction_s"] = float((started_s - due_s - engine_s).clip(0.0).mean())
+    # Index of the first turn after the end of the last operation, which is the step's last turn.
     last = bisect.bisect_right(turns.begins_s, max((i.finished_s for i in operations), default=-math.inf))
     if last < 1 or known.gpu.call_s:  # no turn is known, or a GPU's calls have a cost of their own
         return learnt
     takes_s = np.subtract(turns.ends_s, turns.begins_s)
-    first = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)  # started in the first turn
+    first_count = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)  # started in the first turn
     begin_s = float(takes_s[0])
     later_s = float(takes_s[1 : last + 1].sum())
-    if len(operations) > first:
-        learnt["operation_s"] = later_s / (len(operations) - first)
+    if len(operations) > first_count:
+        learnt["operation_s"] = later_s / (len(operations) - first_count)
     else:  # no operations in later turns: all their time counts as the step's
         begin_s += later_s
-    learnt["begin_s"] = max(0.0, begin_s - first * learnt.get("operation_s", known.operation_s))
+    learnt["begin_s"] = max(0.0, begin_s - first_count * learnt.get("operation_s", known.operation_s))
     return learnt
 
 
 def _reactions(operations: Sequence[Interval]) -> list[tuple[float, float]]:
-    """Return when operations were due and when they began, of those that were due while their lane was idle.
+    """Return (due, began) of each operation that became due while its lane was idle, in seconds.
 
-    A path's directions and a checkpoint's operations there are one lane: they share a device. A checkpoint's
-    operations only keep it busy; they are not returned, as they wait for their turn anyway. Nor is an operation
-    without `due_s`.
+    A path's two directions and a checkpoint's operations there count as one lane, as they share a device. A
+    checkpoint's operations only keep the lane busy; they are not returned, as they wait for their turn anyway. Nor is
+    an operation without `due_s`.
 
     Args:
         operations: Sorted by their start.
     """
-    idle_from_s: dict[str, float] = {}
+    idle_from_s: dict[str, float] = {}  # when the last operation so far ended, by device
     reactions: list[tuple[float, float]] = []
     for interval in operations:
         device = interval.lane.rpartition(":")[2]  # a path's number, the same for all that it does; else the lane
@@ -414,7 +457,11 @@ def _reactions(operations: Sequence[Interval]) -> list[tuple[float, float]]:
 
 
 def _handed_s(interval: Interval, turns: _Turns) -> float:
-    """Return the latest time at which an operation was handed to its lane."""
+    """Return when an operation was handed to its lane at the latest, in seconds.
+
+    That is at the end of the engine's turn that started it, or when it began, if that was earlier. If no such turn is
+    known, it is when the operation was due; without `due_s`, when it began.
+    """
     if interval.due_s is None:
         return interval.started_s
     turn = turns.of(interval.due_s)
@@ -424,8 +471,15 @@ def _handed_s(interval: Interval, turns: _Turns) -> float:
 def _seconds_by_demand(
     spans: Mapping[str, Sequence[tuple[float, float]]], demands: Mapping[str, float]
 ) -> dict[float, float]:
-    """Return the CPU's busy seconds by the memory bandwidth that the other lanes together demanded meanwhile."""
-    edges: list[tuple[float, int, float]] = []  # when, by how many the busy CPU lanes change, and the demand
+    """Return for how many seconds the CPU was busy beside each demand of the other lanes, by that demand.
+
+    Args:
+        spans: When each lane was busy.
+        demands: Memory bandwidth that each lane but the CPU takes while it is busy, in bytes a second. The demand of
+            the other lanes is the sum over those that are busy.
+    """
+    # Where a lane begins or ceases to be busy: the time; the change of `busy_cpu_lanes`; the change of the demand.
+    edges: list[tuple[float, int, float]] = []
     for lane, lane_spans in spans.items():
         cpu_change = 1 if lane == "cpu" else 0
         demand = 0.0 if lane == "cpu" else demands.get(lane, 0.0)
@@ -434,8 +488,9 @@ def _seconds_by_demand(
             edges += [(end_s, -cpu_change, -demand) for _, end_s in lane_spans]
     seconds: dict[float, float] = {}
     last_s = 0.0
-    busy_cpu_lanes = 0
+    busy_cpu_lanes = 0  # 1 while the CPU is busy, else 0
     demanded = 0.0
+    # Between two edges nothing changes: that time counts for the demand since the first of them.
     for at_s, cpu_change, demand in sorted(edges):
         if busy_cpu_lanes:
             key = round(demanded)  # sums of the same lanes may differ in their last bits
@@ -450,12 +505,13 @@ class _SharedMemory(NamedTuple):
     """What a step shows of the CPU and of the memory that it shares with the other lanes.
 
     Attributes:
-        cpu_bytes_per_s: The CPU's rate alone: slowed by `Rates.cpu_speed`, it gives the bytes of the step in the time
-            of the step. Where memory is the limit all the time, many rates do so; the one nearest to the known rate
-            is taken. At least the rate that was reached, and at most what the memory's bandwidth allows.
-        memory_bytes_per_s: That bandwidth: the known one, or what the update itself took if that is more.
-        traffic_factor: For what other lanes take of it: 1, or less where the step could not have been as fast as it
-            was.
+        cpu_bytes_per_s: The CPU's rate alone: slowed down as `cpu_speed` says, it gives the bytes that the CPU
+            updated in this step. Where memory was the limit all the time, many rates do so: of these it is the one
+            nearest to the known rate. It is at least the rate that was reached beside the other lanes, and at most
+            what the memory's bandwidth allows.
+        memory_bytes_per_s: The memory's bandwidth: the known one, or what the update alone took if that is more.
+        traffic_factor: Factor for the known traffic of the other lanes: 1, or less if with that traffic the CPU could
+            not have updated so much.
     """
 
     cpu_bytes_per_s: float
@@ -467,9 +523,9 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
     """Return what a step shows of the CPU and of its memory.
 
     Args:
-        known: What is known of both.
+        known: The known rates of both.
         nbytes: State bytes that the CPU updated.
-        seconds_by_demand: Seconds of its work, by the demand of the other lanes.
+        seconds_by_demand: Seconds of its work, by the memory bandwidth that the other lanes took meanwhile.
     """
     reached = nbytes / sum(seconds_by_demand.values())
     memory = max(known.memory_bytes_per_s, reached * UPDATE_MEMORY_COST)
@@ -481,10 +537,12 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
         """Return the bytes that a CPU of this rate updates in the step beside `factor` times the demand."""
         return sum(s * rate * cpu_speed(rate, memory, factor * demand) for demand, s in seconds_by_demand.items())
 
-    if updated_bytes(most) < nbytes * (1 - IMPOSSIBLE):  # so lower the demand as little as makes it possible
+    # If even the fastest CPU could not have updated so much, the demand is wrong: lower it as little as is needed.
+    if updated_bytes(most) < nbytes * (1 - IMPOSSIBLE):
         rate = min(max(known.cpu_bytes_per_s, reached), most)
         less = _lowest(0.0, 1.0, lambda less: updated_bytes(rate, 1.0 - less) >= nbytes)
         return _SharedMemory(rate, memory, 1.0 - less)
+    # `updated_bytes` grows with the rate until memory is the limit. Rates from `lowest` to `highest` give `wanted`.
     wanted = min(float(nbytes), updated_bytes(most))
     lowest = _lowest(reached, most, lambda rate: updated_bytes(rate) >= wanted * (1 - TOLERANCE))
     highest = _lowest(reached, most, lambda rate: updated_bytes(rate) > wanted * (1 + TOLERANCE))
@@ -492,7 +550,10 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
 
 
 def _lowest(low: float, high: float, is_reached: Callable[[float], bool]) -> float:
-    """Return the lowest value at which `is_reached` holds, by bisection; `high` if it holds there only, or never."""
+    """Return the lowest value between `low` and `high` at which `is_reached` holds, by bisection; `high` if nowhere.
+
+    `is_reached` has to hold at all greater values, too.
+    """
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         if is_reached(middle):

@@ -42,9 +42,9 @@ PROBE_TILES = 4
 """Tiles of a path that are read, and as many that are written."""
 
 ENOUGH_BYTES = 512 << 20
-"""Bytes of state, gradients and weights that updates go over, to measure memory rather than caches; at least"""
+"""Least bytes of state, gradients and weights that updates have to go over to measure memory rather than caches."""
 CACHES = 3
-"""this many times the size of the last-level caches."""
+"""And they have to be this many times the size of the last-level caches."""
 
 SPARE_BYTES = 32 << 20
 """Memory that a probe may allocate beyond the plan of a small session."""
@@ -67,6 +67,7 @@ PART_BESIDE = 0.1
 SYSTEM_CPUS = Path("/sys/devices/system/cpu")
 """Where Linux describes caches."""
 
+# `CpuProbe.variants`: one sample, of two passes over memory.
 _VARIANTS = {
     "plain, then past caches": (StreamVariant.PLAIN, StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.PREFETCH)
 }
@@ -74,7 +75,11 @@ _VARIANTS = {
 log = logging.getLogger("offload")
 
 _known: dict[tuple[object, ...], dict[str, Measurement]] = {}
-"""Measurements of CPU and memory, alone and beside a GPU, by all that they depend on."""
+"""Measurements of this process so far, by a key of all that they depend on.
+
+With a key that `quick_probe` makes they are those of CPU and memory. With a GPU's name added to that key, they are
+those of copies to and from this GPU beside the CPU's update, and the part of its rate that the update keeps then.
+"""
 
 
 def quick_probe(
@@ -87,7 +92,9 @@ def quick_probe(
     *,
     verify: bool = True,
 ) -> Rates:
-    """Measure updates of exact state and of the session's formats, memory, the GPU, every path, and the engine.
+    """Measure the rates of a session's lanes: the CPU's update, memory, the GPU, every path, and the engine.
+
+    The update is measured with exact state, and with state in each format that the session has.
 
     Updates go over more memory than caches hold, if the session has that much and the machine has it to spare; the
     log says how much it was.
@@ -117,10 +124,11 @@ def quick_probe(
             numel = _host_numel(plan, spec)
             cpus = frozenset(os.sched_getaffinity(0))
             key = (kernel.threads, cpus, kernel.instruction_set, state_format, numel)
-            # Memory is allocated when it is first needed: not if all is known from an earlier probe.
+            # `cpu` makes its probe, and allocates memory for that, when it is first called: not at all if everything
+            # is known from an earlier probe.
             cpu = functools.cache(partial(_cpu_probe, kernel, queue, spec, numel, staging, ends))
             measured |= _ensure_measured(key, cpu, numel * trial_bytes(spec))
-            if state_format == formats[0]:  # exact state, of which the GPU's rates are
+            if state_format == formats[0]:  # exact state: the GPU is measured once, beside the update of that
                 gpu = lanes.measure_rates(partial(probe_gpu, cpu=cpu, key=key, threads=kernel.threads, plan=plan))
     paths: list[PathProbe] = []
     for number, tier in enumerate(tiers):
@@ -137,7 +145,13 @@ def quick_probe(
 def _ensure_measured(
     key: tuple[object, ...], cpu: Callable[[], CpuProbe], passed_bytes: int
 ) -> dict[str, Measurement]:
-    """Return the measurements of CPU and memory under a key of `_known`; take and log them if they are not there."""
+    """Return the measurements of CPU and memory that `_known` has under a key; take and log them if it has none.
+
+    Args:
+        key: The key.
+        cpu: Returns the probe that takes them.
+        passed_bytes: Bytes of memory that a pass goes over, for the log.
+    """
     if key not in _known:
         _known[key] = best_of(cpu().samples())
         reached = ", ".join(f"{name} {format_bytes(each.median)}/s" for name, each in _known[key].items())
@@ -154,7 +168,16 @@ def _cpu_probe(
     staging: tuple[int, int],
     ends: contextlib.ExitStack,
 ) -> CpuProbe:
-    """Return a probe whose state is in staging memory, if that is large enough, after a first update."""
+    """Return a probe of the session's kernel, after a first run of updates that warms up.
+
+    Args:
+        kernel: The kernel.
+        queue: The kernel's.
+        spec: What the state is that is updated, and how it is stored.
+        numel: Its elements.
+        staging: Address and size of memory for the state; other memory is allocated if it is too small.
+        ends: Frees such other memory.
+    """
     depth = max(1, min(UPDATE_DEPTH, numel // CHUNK_NUMEL))
     state = TrialState(spec, numel, depth, prefault=True, borrowed=staging)
     ends.callback(state.close)
@@ -169,42 +192,46 @@ def probe_gpu(
     """Measure copies, each way alone and both ways, updates on the GPU, and the CPU's update beside copies.
 
     Args:
+        lanes: The GPU's lanes, with nothing on them.
         cpu: Returns the probe of the CPU's update.
-        key: Key in `_known` of the CPU's measurements.
+        key: Key in `_known` of the CPU's measurements, which are there already.
         threads: Number of threads in these.
+        plan: The session's.
     """
     state = plan.layout.device_state
     room_numel = lanes.device.free_bytes() // SHARE_OF_AVAILABLE // trial_bytes(state)
     session_numel = sum(subgroup.numel for subgroup in plan.layout.subgroups)
     numel = max(SECTOR_NUMEL, min(GPU_NUMEL, session_numel, room_numel))
-    copy_bytes = CHUNK_NUMEL * trial_bytes(state) // 2  # of two of these, host memory takes as much as a chunk
-    beside = (*key, lanes.device.name)  # the key of what is measured of the CPU beside this GPU
-    update = None if beside in _known else lambda: cpu().rate(part=PART_BESIDE)  # None: that is known
+    copy_bytes = CHUNK_NUMEL * trial_bytes(state) // 2  # host memory has two of these: as much as a chunk together
+    key_beside = (*key, lanes.device.name)  # in `_known`, of what is measured beside the CPU's update
+    update = None if key_beside in _known else lambda: cpu().rate(part=PART_BESIDE)  # None: that is known
     while True:
         try:
             opened = GpuProbe(lanes, state, numel, LONGEST_S / QUICK_ROUNDS, update, copy_bytes=copy_bytes)
             break
-        except OffloadError:  # free memory may be in pieces
+        except OffloadError:  # too little memory: what is free may be in pieces; so try half as much
             if numel == SECTOR_NUMEL:
                 raise
             numel = max(numel // 2, SECTOR_NUMEL)
     with contextlib.closing(opened) as probe:
         probe.warm_up()
         measured = best_of(probe.samples())
-    # Of the CPU beside this GPU; known from now on.
-    _known.setdefault(beside, {name: value for name, value in measured.items() if name.endswith("cpu")})
-    return rates_of({**_known[key], **measured, **_known[beside]}, threads, gpu_bytes=0).gpu
+    # "... beside cpu" and "gpu/speed of cpu" are known from now on.
+    _known.setdefault(key_beside, {name: value for name, value in measured.items() if name.endswith("cpu")})
+    # `measured` lacks what was known already. `gpu_bytes` 0: the size of the GPU's memory is not needed.
+    return rates_of({**_known[key], **measured, **_known[key_beside]}, threads, gpu_bytes=0).gpu
 
 
 def _host_numel(plan: Plan, spec: StateSpec) -> int:
     """Return the elements that updates go over: more than caches hold, if the session and the machine have the room.
 
-    They take no more memory than the session is about to take itself: its staging memory, or the rest, or of a small
-    session both together.
+    They take no more memory than the session: they lie in its staging memory, or in memory of their own, which may be
+    as much as the session is about to allocate besides (`other_bytes`). For a small session it may be as much as both
+    together, up to `SPARE_BYTES`.
     """
-    rest_bytes = plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
-    both_bytes = min(rest_bytes + plan.staging_bytes, SPARE_BYTES)
-    session_bytes = max(rest_bytes, plan.staging_bytes - ALIGNMENT_BYTES, both_bytes)
+    other_bytes = plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
+    both_bytes = min(other_bytes + plan.staging_bytes, SPARE_BYTES)
+    session_bytes = max(other_bytes, plan.staging_bytes - ALIGNMENT_BYTES, both_bytes)
     nbytes = min(enough_bytes(), session_bytes, available_bytes() // SHARE_OF_AVAILABLE)
     numel = nbytes // trial_bytes(spec)
     unit = CHUNK_NUMEL if numel >= CHUNK_NUMEL else SECTOR_NUMEL
@@ -218,7 +245,7 @@ def enough_bytes() -> int:
 
 def cache_bytes() -> int:
     """Return the bytes of the last-level caches of the CPUs that this process may use; 0 if unknown."""
-    sizes: dict[str, int] = {}  # by the CPUs that share a cache
+    sizes: dict[str, int] = {}  # by the CPUs that share a cache, as text, so that each cache counts once
     for cpu in os.sched_getaffinity(0):
         with contextlib.suppress(OSError, ValueError):  # what Linux does not describe is not counted
             caches = (SYSTEM_CPUS / f"cpu{cpu}" / "cache").glob("index*")
@@ -241,12 +268,17 @@ def _path_probe(
     """Return a probe of a path, with tiles as large as staging memory allows, and as many as the path has room for.
 
     Args:
-        staging: Address and size; other memory is allocated if it is too small, and freed by `ends`.
+        number: The path's.
+        slots: Slots on the path, of any size: this chooses one.
+        queue: Gets the path's completions.
+        plan: The session's.
+        staging: Address and size of staging memory; other memory is allocated if it is too small.
+        ends: Frees such other memory.
     """
     address, staging_bytes = staging
-    # Without staging memory, the path is used when resident state is parked.
-    usual_bytes = staging_bytes or min(SPARE_BYTES, 2 * PROBE_TILES * plan.largest_tile_bytes)
-    tile_bytes = usual_bytes // (2 * PROBE_TILES) // SECTOR_BYTES * SECTOR_BYTES
+    # Without staging memory no state is streamed: the path is for resident state that is parked.
+    memory_bytes = staging_bytes or min(SPARE_BYTES, 2 * PROBE_TILES * plan.largest_tile_bytes)
+    tile_bytes = memory_bytes // (2 * PROBE_TILES) // SECTOR_BYTES * SECTOR_BYTES
     slots = replace(slots, tile_bytes=min(MAX_TILE_BYTES, max(tile_bytes, SECTOR_BYTES)))
     room = slots.tier.free_bytes() // (slots.tile_bytes + SECTOR_BYTES)  # number of slots
     count = max(1, min(PROBE_TILES, room // 2))  # half are read, half are written
@@ -258,11 +290,11 @@ def _path_probe(
 
 
 def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
-    """Return rates in which the CPU's also accounts for updates of whole parameters, which no kernel makes.
+    """Return rates in which the CPU's rate also accounts for rules of whole parameters, which no kernel updates.
 
-    A trial, a small tensor, of each such parameter is updated. Its time, times the operations of the parameter's
-    update over those of the trial's, is the estimate; the first steps correct it (`offload.measure.observe`). The
-    rate is all state bytes over the seconds of kernels and of these updates.
+    For each such parameter a trial, a small tensor, is updated and timed. The parameter's own update is estimated to
+    take longer by the ratio of their work; the first steps correct that (`offload.measure.observe`). The new rate is
+    all state bytes over the seconds of kernels and of these updates.
     """
     subgroups = layout.subgroups
     whole = [subgroup for subgroup in subgroups if subgroup.state.rule.is_whole]
@@ -270,12 +302,13 @@ def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
         return rates
     cut_bytes = sum(subgroup.state_bytes for subgroup in subgroups if not subgroup.state.rule.is_whole)
     seconds = cut_bytes / rates.cpu_bytes_per_s
-    known_s: dict[tuple[object, ...], float] = {}  # of parameters that take equally long
+    known_s: dict[tuple[object, ...], float] = {}  # of an update, by rule, shape and dtype
     for subgroup in whole:
         for segment in subgroup.segments:
             parameter = layout.parameters[segment.parameter]
             key = subgroup.state.rule, parameter.shape, parameter.dtype
             if key not in known_s:
+                # If the trial fails, count as if a kernel updated an equal part of the subgroup's state.
                 known_s[key] = subgroup.state_bytes / len(subgroup.segments) / rates.cpu_bytes_per_s
                 with contextlib.suppress(Exception):  # a class may not take a smaller tensor with these attributes
                     known_s[key] = _estimate_update_s(subgroup.state.rule, parameter)
@@ -284,7 +317,7 @@ def with_whole_parameters(rates: Rates, layout: Layout) -> Rates:
 
 
 def _estimate_update_s(rule: UpdateRule, parameter: Parameter) -> float:
-    """Return the estimated seconds of a whole parameter's update: those of a smaller trial, by the ratio of work."""
+    """Return the estimated seconds of a whole parameter's update: a trial's, times the ratio of their work."""
     shape = parameter.shape or (parameter.numel,)
     small_shape = _smaller(shape)
     update = trial(rule, small_shape, TORCH_DTYPES[parameter.dtype], parameter.group, parameter.name)
@@ -292,7 +325,11 @@ def _estimate_update_s(rule: UpdateRule, parameter: Parameter) -> float:
 
 
 def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a parameter's trial: at most `MOST_SIDE` rows and columns, or `MOST_NUMEL` elements."""
+    """Return the shape of a parameter's trial.
+
+    A matrix has at most `MOST_SIDE` rows and columns. Another tensor is cut along its first dimension, to at most
+    `MOST_NUMEL` elements, or to size 1 there.
+    """
     if len(shape) == 2:
         return tuple(min(size, MOST_SIDE) for size in shape)
     if not shape:
@@ -303,7 +340,7 @@ def _smaller(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _best_s(update: Callable[[], None]) -> float:
-    """Return the least seconds of `QUICK_ROUNDS` updates: the first one touches memory, and may import much."""
+    """Return the seconds of the fastest of `QUICK_ROUNDS` updates; the first may touch memory and import modules."""
     durations_s = []
     for _ in range(QUICK_ROUNDS):
         began_s = time.perf_counter()

@@ -28,7 +28,7 @@ from offload.errors import ConfigError
 log = logging.getLogger("offload")
 
 SETTING = "OFFLOAD_COMPUTE"
-"""Environment variable: "bf16" or "fp32" for products of bf16 weights, "auto" (or nothing) to ask the processor."""
+"""Environment variable: "bf16" or "fp32" for products of bf16 weights, "auto" (or nothing) to measure which pays."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -37,19 +37,23 @@ SLOW = 1 / 8
 nearly 1 and more."""
 
 UNCLEAR = (1 / 16, 1 / 2)
-"""No idle processor has a ratio between these; one whose cores are busy has: seven products in a row were seen to
-take twelve times as long as a moment later. Such rates are measured again."""
+"""Ratios of 16-bit rate to fp32 rate after which both are measured again.
+
+No idle processor has a ratio between these; one whose cores are busy may: seven products in a row were seen to take
+twelve times as long as a moment later.
+"""
 
 TRIES = (3, 20)
-"""How often rates are measured, of which the best counts: at least, and at most while they are unclear."""
+"""How often rates are measured: at least; and at most, while their ratio is unclear. The best of each rate counts."""
 
 SIZE = 160
 """Rows and columns of the matrices that are multiplied, in fp32 and in 16 bits; 16 ms at 0.5 GFLOP/s."""
 
 ENOUGH_S = 0.01
-"""Seconds after which no further product of a dtype begins."""
+"""Seconds after which `measured_flops` begins no further product."""
 
 MOST_ROUNDS = 10
+"""Most products of one call of `measured_flops`."""
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
@@ -83,7 +87,10 @@ class ProductRates:
 
 @functools.cache
 def product_rates(dtype: torch.dtype) -> ProductRates:
-    """Measure two small products, once a process: 50 to 120 ms where 16 bits are slow, and more if it is busy."""
+    """Measure small products in a 16-bit dtype and in fp32; only once a process for each dtype.
+
+    That takes 50 to 120 ms where 16 bits are slow, and more if the processor is busy.
+    """
     least_tries, most_tries = TRIES
     unclear_from, unclear_to = UNCLEAR
     low = fp32 = 0.0
@@ -98,16 +105,17 @@ def product_rates(dtype: torch.dtype) -> ProductRates:
 
 def measured_flops(dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest of a few small products on the CPU."""
-    # Row-major times row-major, as where backward multiplies gradients by weights: slow processors are slowest so.
+    # Row-major times row-major, as where backward multiplies gradients by weights: where 16 bits are slow, this order
+    # is the slowest.
     matrix = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
     seconds: list[float] = []
     with torch.no_grad():
-        # The first one may compile, which alone can take more than `ENOUGH_S`: its time does not count for that.
+        # The first product may compile, which alone can take more than `ENOUGH_S`: so its time does not count there.
         while len(seconds) < 2 or (len(seconds) < MOST_ROUNDS and sum(seconds[1:]) < ENOUGH_S):
             began_s = time.perf_counter()
             torch.mm(matrix, matrix)
             seconds.append(time.perf_counter() - began_s)
-    return 2 * SIZE**3 / min(seconds)
+    return 2 * SIZE**3 / min(seconds)  # each of SIZE^2 results takes SIZE multiplications and additions
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +171,15 @@ def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
 
 
 class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives products fp32 copies of 16-bit operands, below autograd: tensors saved for backward stay in 16 bits."""
+    """Computes torch's 16-bit products on the CPU in fp32: with fp32 copies of their operands, and a rounded result.
+
+    A dispatch mode works below autograd, so tensors saved for backward stay in 16 bits.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call an operator of torch's; a product of 16-bit tensors is computed in fp32."""
+        """Call an operator of torch, in fp32 if it is a product and one of its operands is a 16-bit tensor."""
         kwargs = kwargs or {}
         is_product = func in _PRODUCTS or func is _ATTENTION or func is _ATTENTION_BACKWARD
         low_dtype = next((value.dtype for value in args if _is_low(value)), None)
@@ -177,7 +188,7 @@ class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
         wide_args = [_widen(value) for value in args]
         result = func(*wide_args, **{name: _widen(value) for name, value in kwargs.items()})
         if func is _ATTENTION:
-            output, *sums = result  # sums of exponentials, and so on: in fp32 anyway
+            output, *sums = result  # sums of exponentials, for backward: in fp32 in any case
             return output.to(low_dtype), *sums
         if func is _ATTENTION_BACKWARD:
             return tuple(gradient.to(low_dtype) for gradient in result)
@@ -200,7 +211,7 @@ def _is_low(value: object) -> bool:
 
 @functools.cache
 def warn_of_slow_products(rates: ProductRates) -> None:
-    """Warn of products that are slow here, once for the same rates."""
+    """Log a warning that 16-bit products are slow on this processor; only once for the same rates."""
     log.warning(
         "%s: forward and backward of these weights are slow on this processor. With fp32 weights "
         "(`model.float()`, and no autocast) they are not; weights, gradients and exact state take as many "
@@ -210,7 +221,11 @@ def warn_of_slow_products(rates: ProductRates) -> None:
 
 
 def tell_once(dtypes: Iterable[torch.dtype]) -> None:
-    """Warn, once a process, if a model's weights on the CPU are of a 16-bit type whose products are slow here."""
+    """Warn, once a process, if a model's weights on the CPU are of a 16-bit type whose products are slow here.
+
+    Args:
+        dtypes: Types of these weights.
+    """
     if warn_of_slow_products.cache_info().currsize:  # warned already, perhaps about another type
         return
     for dtype in sorted({*dtypes} & {torch.bfloat16, torch.float16}, key=str):

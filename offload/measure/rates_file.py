@@ -5,16 +5,16 @@ JSON, one object:
     {"format": 2, "created": "2026-01-31T12:00:00Z",
      "machine": {"cpu", "cores", "memory_bytes", "gpu", "kernel"},
      "versions": {"offload", "torch"},
-     "rates": what `Rates.to_dict` gives, but "cpu_bytes_per_s" may be an object of rates by number of threads, or
-         one of these by the format of the state,
+     "rates": what `Rates.to_dict` gives; only "cpu_bytes_per_s" may have one of three forms: a rate, an object of
+         rates by number of threads, or an object of either by the format of the state,
      "paths": [{"path", "file_system", "device", ...}, ...], in the order of rates.paths,
      "measurements": {name: {"median", "spread", "runs", "unit"}},
      "warnings": [...]}
 
 Only "format" and "rates" are needed to predict with. To be used by a session, a file has to name the machine,
-versions and paths that it was measured with, and these have to fit. "source" says where figures are from, by their
-names in "rates"; it and other entries are for people. A path of a described machine has "bytes", its size. Format 1
-had rates of the update of exact state only.
+versions and paths that it was measured with, and these have to fit. Files of machines that are described and not
+measured, as in `MACHINES`, have two entries more: "source" says where figures are from, by their names in "rates";
+a path has "bytes", its size. Other entries are for people. Format 1 had rates of the update of exact state only.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ from offload.tiers import parse_place
 from offload.tiers.filesystem import read_json, replacing
 
 FORMAT = 2
+"""The format of files that are written."""
 READABLE = (1, 2)
+"""Formats of files that are read."""
 
 MAX_FILE_BYTES = 4 << 20
+"""Most bytes of a file that is read."""
 
 MACHINES = Path(__file__).parent / "machines"
 """Rates of well-known machines, from published figures; each file names its sources."""
@@ -81,9 +84,9 @@ class RatesFile:
     """The content of a file of rates.
 
     Attributes:
-        rates: All lanes; the CPU's with the most threads that were measured, and exact state.
-        cpu_bytes_per_s: Rate of the update by the format of the state, and by number of threads; 0 threads if it is
-            not known how many.
+        rates: Rates of all lanes. The CPU's is that of exact state, with the most threads that were measured.
+        cpu_bytes_per_s: Rate of the update by the format of the state, then by number of threads; the number is 0 if
+            it is not known.
         machine: `machine_facts` of the machine that was measured.
         versions: `versions` at that time.
         paths: `Place.facts` of each path, in the order of `rates.paths`.
@@ -106,28 +109,32 @@ class RatesFile:
     file: str = ""
 
     def cpu_rate(self, numels: Mapping[StateFormat, int], threads: int | None = None) -> float:
-        """Return the rate of the update of state in these formats; see `mean_rate`.
+        """Return the CPU's rate for a session whose state is in several formats; see `mean_rate`.
 
         Args:
             numels: Number of elements in each format.
-            threads: Threads of the update; None for the most that were measured. Rates are interpolated between
-                measured numbers, proportional below the least, and constant above the most.
+            threads: Threads of the update; None for the most that were measured. Between measured numbers the rate is
+                interpolated; below the least it is proportional to the threads, and above the most it is constant.
         """
         rates = {form: _with_threads(known, threads) for form, known in self.cpu_bytes_per_s.items()}
         return mean_rate(rates, numels)
 
     def guesses(self, numels: Mapping[StateFormat, int]) -> str:
-        """Return a sentence about the formats whose rate `cpu_rate` only guesses; "" if there is none."""
+        """Return a sentence about the formats whose rate `cpu_rate` only guesses, as the file has none; or "".
+
+        Args:
+            numels: Number of elements in each format.
+        """
         names = [form.name for form, numel in numels.items() if numel and form not in self.cpu_bytes_per_s]
         if not names:
             return ""
         what = f"there are no rates of the update of {' and '.join(names)} state"
-        # Figures with a source are a data sheet's, or others': that machine may be elsewhere.
+        # Figures with a source were not measured on this machine, but are a data sheet's, say: no advice to measure.
         advice = "" if self.source else f"; {_ADVICE}"
         return f"{what}: taken as fast, in parameters, as that of exact state{advice}"
 
     def misfit(self) -> str:
-        """Return the differences between this file and the present machine and versions, in words; "" if it fits."""
+        """Return how the machine and versions of this file differ from the present ones, in words; "" if they fit."""
         there = {f"machine.{name}": value for name, value in self.machine.items()}
         there |= {f"versions.{name}": value for name, value in self.versions.items()}
         here = {f"machine.{name}": value for name, value in machine_facts().items()}
@@ -136,7 +143,7 @@ class RatesFile:
         for name, value in here.items():
             measured = there.get(name)
             is_same = measured == value
-            # Kernels reserve more or less memory; a file may have anything in place of a number.
+            # Memory is compared with a tolerance, as kernels reserve more or less of it; if the file has a number.
             if name == "machine.memory_bytes" and isinstance(value, int) and isinstance(measured, int):
                 is_same = math.isclose(measured, value, rel_tol=SAME_MEMORY)
             if not is_same:
@@ -152,26 +159,27 @@ class RatesFile:
             numels: Number of elements with state in each format.
 
         Raises:
-            ConfigError: If the file is about another machine or other versions (names what differs), or does not
-                have a path.
+            ConfigError: If the file is about another machine or other versions (names what differs), or has no rates
+                for one of the paths.
         """
         misfit = self.misfit()
         if misfit:
             raise ConfigError("rates", self.file, f"it was measured elsewhere: {misfit}; {_ADVICE}")
-        places = [_place_key(facts) for facts in self.paths]
-        rated = []
+        keys = [_place_key(facts) for facts in self.paths]
+        rates = []  # of the session's paths
         for path in paths:
-            place = _place_key(parse_place(path).facts())
-            if place not in places:
+            key = _place_key(parse_place(path).facts())
+            if key not in keys:
                 known = [f"{facts.get('path')} ({_place_key(facts)})" for facts in self.paths]
-                allowed = f"it has no rates for {path} ({place}), only for {', '.join(known) or 'no path'}; {_ADVICE}"
+                allowed = f"it has no rates for {path} ({key}), only for {', '.join(known) or 'no path'}; {_ADVICE}"
                 raise ConfigError("rates", self.file, allowed)
-            rated.append(self.rates.paths[places.index(place)])
-        return dataclasses.replace(self.rates, cpu_bytes_per_s=self.cpu_rate(numels, threads), paths=tuple(rated))
+            rates.append(self.rates.paths[keys.index(key)])
+        return dataclasses.replace(self.rates, cpu_bytes_per_s=self.cpu_rate(numels, threads), paths=tuple(rates))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the file's content."""
+        """Return the file's content, to be written as JSON."""
         rates = self.rates.to_dict()
+        # For each format a rate alone if the number of threads is not known (0), else rates by that number.
         rates["cpu_bytes_per_s"] = {
             form.name: known[0] if 0 in known else {str(count): known[count] for count in sorted(known)}
             for form, known in self.cpu_bytes_per_s.items()
@@ -230,8 +238,11 @@ class RatesFile:
 
 
 def _with_threads(known: Mapping[int, float], threads: int | None) -> float:
-    """Return the rate with so many threads, interpolated between measured numbers; None for the most measured."""
-    last_count, last_rate = 0, 0.0  # so below the least measured number, the rate is proportional
+    """Return the rate with a number of threads, from the rates that are known by number of threads.
+
+    It is interpolated between known numbers. None is for the greatest known number.
+    """
+    last_count, last_rate = 0, 0.0  # no thread does nothing: below the least number the rate is proportional
     for count, rate in sorted(known.items()):
         if threads is not None and count >= threads:
             return last_rate + (rate - last_rate) * (threads - last_count) / (count - last_count)
@@ -240,7 +251,13 @@ def _with_threads(known: Mapping[int, float], threads: int | None) -> float:
 
 
 def _parse_by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
-    """Return rates of the update by format and number of threads, from the value in a file."""
+    """Return rates of the update by format, then by number of threads, from "cpu_bytes_per_s" of a file.
+
+    The entry has one of three forms; see the module. A rate alone is returned under 0 threads.
+
+    Raises:
+        ConfigError: The entry is missing, is not usable, or has no rate of exact state.
+    """
     if values is None:
         raise ConfigError("rates.cpu_bytes_per_s", MISSING, "measure it")
     has_formats = isinstance(values, Mapping) and any(name in values for name in STATE_FORMATS)
@@ -257,7 +274,7 @@ def _parse_by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
 
 
 def _parse_by_threads(values: Mapping[str, Any]) -> dict[int, float]:
-    """Return rates by number of threads, from the value in a file."""
+    """Return rates by number of threads from an object of a file, {"8": rate}; `ConfigError` if it is not usable."""
     rates = {}
     for count, rate in values.items():
         if not (isinstance(count, str) and count.isdecimal() and len(count) < 10 and int(count) > 0):
@@ -271,11 +288,12 @@ def _parse_by_threads(values: Mapping[str, Any]) -> dict[int, float]:
 
 def _check_rate(value: Any) -> float:
     """Return a rate; raise the `ConfigError` of `Rates` if it is not usable."""
+    # `replace` calls the constructor, which checks the value; a rate of 1 only stands in until then.
     return dataclasses.replace(Rates(1.0), cpu_bytes_per_s=value).cpu_bytes_per_s
 
 
 def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an entry of a file that is an object, {} without it; raise `ConfigError` if it is none."""
+    """Return the entry `name` of a file, {} if there is none; raise `ConfigError` if it is not an object."""
     entry = values.get(name, {})
     if not isinstance(entry, Mapping):
         raise ConfigError(name, entry, "give an object")
@@ -283,7 +301,7 @@ def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _listed(values: Mapping[str, Any], name: str, kind: type[Any]) -> list[Any]:
-    """Return an entry of a file that is a list of `kind`, [] without it; raise `ConfigError` if it is none."""
+    """Return the entry `name` of a file, [] if there is none; raise `ConfigError` if it is not a list of `kind`."""
     entry = values.get(name, [])
     if not isinstance(entry, list) or not all(isinstance(item, kind) for item in entry):
         raise ConfigError(name, entry, "give a list of strings" if kind is str else "give a list of objects")
@@ -310,11 +328,12 @@ def _parse_measurements(values: Mapping[str, Any]) -> dict[str, Measurement]:
 
 
 def default_rates_file() -> Path:
-    """Return the file of this machine's rates; machines that share a home directory have different ones.
+    """Return the file of this machine's rates, in the user's cache directory.
 
-    For a user without a home directory it is a name below "/", where no file is, not below the working directory.
+    Its name depends on CPU and GPU: machines that share a home directory have different files. For a user without a
+    home directory it is a name below "/", where no file is.
     """
-    # Without a home directory `expanduser` returns "~", which becomes "/~".
+    # Without a home directory `expanduser` returns "~", which becomes "/~", not a name below the working directory.
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("/", os.path.expanduser("~"), ".cache")
     facts = machine_facts()
     key = hashlib.sha256(json.dumps([facts["cpu"], facts["cores"], facts["gpu"]]).encode()).hexdigest()[:12]
@@ -322,7 +341,7 @@ def default_rates_file() -> Path:
 
 
 def has_default_rates() -> bool:
-    """Return whether `default_rates_file` exists and may be read; not in a home that this process may not enter."""
+    """Return whether `default_rates_file` exists and may be read; False, too, if the home may not be entered."""
     return os.access(default_rates_file(), os.R_OK)
 
 
@@ -359,10 +378,13 @@ def load_rates(file: str | os.PathLike[str]) -> RatesFile:
 
 
 def find_rates(name: str | os.PathLike[str]) -> RatesFile:
-    """Return the rates in a file, or those of a machine that ships with the package, by its name.
+    """Return the rates in a file, or those of a well-known machine (`MACHINES`).
+
+    Args:
+        name: The file's name, or the machine's.
 
     Raises:
-        ConfigError: If there is neither, or the file is not usable; names the machines.
+        ConfigError: If there is neither (names the machines), or the file is not usable.
     """
     known = {file.stem: file for file in sorted(MACHINES.glob("*.json"))}
     wanted = os.fspath(name)
@@ -375,7 +397,7 @@ def find_rates(name: str | os.PathLike[str]) -> RatesFile:
 
 
 def session_rates(wanted: str, paths: Sequence[str], threads: int, numels: Mapping[StateFormat, int]) -> Rates | None:
-    """Return the rates that a session starts from, or None if it has to probe; log which.
+    """Return the rates in a file that a session starts from, or None if it has to probe; log which it is.
 
     Args:
         wanted: "auto" for this machine's file if it fits, or a file.
@@ -424,7 +446,7 @@ def versions() -> dict[str, str]:
 
 
 def _place_key(facts: Mapping[str, Any]) -> str:
-    """Return a key that is the same for paths with equal rates: file system and device."""
+    """Return the type of a path's file system and its device, as text: paths alike in both have the same rates."""
     return f"{facts.get('file_system')} on {facts.get('device')}"
 
 
@@ -438,7 +460,10 @@ def _cpu_model() -> str:
 
 
 def _gpu_model() -> str | None:
-    """Return the names of the driver's GPUs, or None; without CUDA, after whose start a fork would not work."""
+    """Return the machine's GPUs as NVIDIA's driver names them, "8 x NVIDIA H100"; None without any.
+
+    CUDA is not asked: a process that has started it cannot use it after a fork.
+    """
     models = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with contextlib.suppress(OSError):

@@ -33,11 +33,12 @@ from offload.schedule.timeline import Interval
 from offload.units import format_count
 
 QUICK_ROUNDS = 3
+"""Runs of each sample, in the quick way."""
 LONGEST_S = 0.25
 """Seconds after which the quick way begins no further run of a sample, for slow machines."""
 
 FULL_ROUNDS = (3, 15)
-"""Fewest and most rounds; in between, as many as there is time for."""
+"""Fewest and most rounds, in the full way; in between, as many as there is time for."""
 
 MOST_GPU_MEMORY_COST = 2.0
 """Copies of a GPU read or write each byte once: measured costs beyond this are noise."""
@@ -46,13 +47,16 @@ RATE, SPEED, SECONDS = "bytes/s", "of its rate alone", "s"
 """Units of measurements."""
 
 Sample = tuple[str, Callable[[], Mapping[str, float]]]
-"""The name of what is measured, for progress; and a function that takes one run and returns values by name."""
+"""What is measured, in words for progress; and a function that makes one run and returns measured values by name."""
 
 T = TypeVar("T")
 
 
 def repeated(sample: Callable[[], T]) -> list[T]:
-    """Take a sample a few times. Callers use the best: other work on the machine only ever slows a run down."""
+    """Make a few runs of a sample, and return what each has returned.
+
+    Callers use the best of them: other work on the machine only ever slows a run down.
+    """
     runs = [sample()]
     until_s = time.perf_counter() + LONGEST_S
     while len(runs) < QUICK_ROUNDS and time.perf_counter() < until_s:
@@ -61,10 +65,15 @@ def repeated(sample: Callable[[], T]) -> list[T]:
 
 
 def best_of(samples: Iterable[Sample]) -> dict[str, Measurement]:
-    """Return all rates of each sample's best run (that with the largest sum), and the medians of other values."""
+    """Take samples in the quick way: a few runs of each; return measurements by name.
+
+    A rate is that of the sample's best run: the run whose rates have the largest sum, so that all its rates were
+    measured together. It stands in place of the median. Other values, such as latencies, are medians over the runs.
+    """
     measurements = {}
 
     def rate_sum(run: Mapping[str, float]) -> float:
+        """Return the sum of a run's rates; its other values do not count."""
         return sum(value for name, value in run.items() if _unit(name) == RATE)
 
     for _, sample in samples:
@@ -80,7 +89,9 @@ def best_of(samples: Iterable[Sample]) -> dict[str, Measurement]:
 def medians_of(
     samples: Sequence[Sample], seconds: float, report: Callable[[int, int, str], None]
 ) -> dict[str, Measurement]:
-    """Return medians over all rounds but the first, which warms up and shows how many rounds there is time for.
+    """Take samples in the full way: each once a round; return measurements by name.
+
+    They are medians over all rounds but the first, which warms up and shows how many rounds there is time for.
 
     Args:
         samples: What to measure; each is taken once a round.
@@ -90,30 +101,33 @@ def medians_of(
     taken: dict[str, list[float]] = {}
     started_s = time.monotonic()
     least, most = FULL_ROUNDS
-    rounds = least  # after the first; estimated again after each
+    rounds = least  # that count, so without the first one; estimated again after each
     done = 0
     number = 0
     while number <= rounds:  # round 0 warms up
-        first = number % len(samples)  # another one in each round
+        first = number % len(samples)  # each round begins with another sample
         for what, sample in [*samples[first:], *samples[:first]]:
             report(done, (rounds + 1) * len(samples), what)
             values = sample()
             done += 1
             for name, value in values.items():
-                of_name = taken.setdefault(name, [])
+                series = taken.setdefault(name, [])
                 if number > 0:  # not of the round that warms up
-                    of_name.append(value)
+                    series.append(value)
         number += 1
-        # The warm-up is shorter or longer than the others, so the estimate is taken again after each round.
+        # The first round is shorter or longer than the others, so `rounds` is estimated again after each one.
         left_s = seconds - (time.monotonic() - started_s)
         each_s = (time.monotonic() - started_s) / number
         rounds = max(least, min(most, number - 1 + int(max(left_s, 0.0) / each_s)))
-    report(done, done, "memory nodes, and the engine's own work")
+    report(done, done, "memory nodes, and the engine's own work")  # what `full_probe` measures after these samples
     return {name: summarise(values, _unit(name)) for name, values in taken.items()}
 
 
 def summarise(values: Sequence[float], unit: str) -> Measurement:
-    """Return median and spread of a measurement's runs: the interquartile range (with few runs, the whole range)."""
+    """Return the measurement that several runs make: their median and, as a part of that, their spread.
+
+    The spread is the interquartile range; with fewer than four runs, the whole range.
+    """
     median = statistics.median(values)
     if len(values) >= 4:
         low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -123,18 +137,20 @@ def summarise(values: Sequence[float], unit: str) -> Measurement:
 
 
 def _unit(name: str) -> str:
-    """Return the unit of a measurement, by the last part of its name."""
+    """Return the unit of a measurement, which follows from the last part of its name: "path 0/latency" -> "s"."""
     return {"latency": SECONDS, "speed of cpu": SPEED}.get(name.rpartition("/")[2], RATE)
 
 
 @dataclass
 class Runs:
-    """Runs of loads that take about the wanted time: each run determines the operations of the next of its name.
+    """Makes runs of loads that take about a wanted time.
+
+    Runs have names. The time that one takes determines how many operations the next run of its name has.
 
     Attributes:
-        queue: The lanes'.
-        seconds: The wanted time; 0 for runs that are as short as can be.
-        most: Most operations of a run.
+        queue: Gets the completions of the lanes.
+        seconds: The wanted time of a run; 0 for runs with the least number of operations.
+        most: Most operations of a run, unless its least number is greater.
         counts: Operations of the next run, by name.
     """
 
@@ -144,7 +160,13 @@ class Runs:
     counts: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self, name: str, least: int, loads: Callable[[int], Sequence[Load]]) -> list[Interval]:
-        """Drive the loads of a number of operations, at least `least`; return what they did."""
+        """Make a run and return its operations.
+
+        Args:
+            name: The run's.
+            least: Least number of operations.
+            loads: Returns the run's loads for a number of operations.
+        """
         count = max(least, self.counts.get(name, least))
         timeline = drive(self.queue, loads(count))
         took_s = max(each.finished_s for each in timeline) - min(each.started_s for each in timeline)
@@ -154,13 +176,14 @@ class Runs:
 
 @dataclass
 class CpuProbe:
-    """The update, by format of the state and number of threads, and the memory that it runs on.
+    """Samples of the CPU's update, by format of the state and number of threads, and of the memory that it runs on.
 
     Attributes:
-        runs: Drives the lane.
-        kernels: By number of threads.
+        runs: Makes the runs.
+        kernels: The kernels to measure, by number of threads.
         states: The state that is updated, by format.
-        variants: Passes over exact state that measure memory, by name: an even number, as each negates the state.
+        variants: For each sample of memory, by name, its passes over exact state: an even number, as each one negates
+            the state.
         least: Least number of updates in a run.
     """
 
@@ -180,11 +203,17 @@ class CpuProbe:
                 yield "memory bandwidth", partial(self._stream, name, variants)
 
     def load(self, count: int | None, state_format: StateFormat = EXACT, threads: int | None = None) -> Load:
-        """Return a load of `count` updates (see `Load`); with the most threads if `threads` is None."""
+        """Return a load of `count` updates (see `Load.count`); with the most threads if `threads` is None."""
         return self.states[state_format].updates(self.kernels[threads or max(self.kernels)], count)
 
     def rate(self, state_format: StateFormat = EXACT, threads: int | None = None, part: float = 1.0) -> float:
-        """Return the state bytes a second of the update alone, over `part` of `least` updates or more."""
+        """Measure the update alone: return the state bytes that it updates a second.
+
+        Args:
+            state_format: Format of the state.
+            threads: Number of threads; None for the most.
+            part: The run has at least this part of `least` updates.
+        """
         least = max(1, round(part * self.least))
         name = f"{state_format} {threads}"
         return lane_rates(self.runs.run(name, least, lambda count: [self.load(count, state_format, threads)]))["cpu"]
@@ -199,29 +228,30 @@ class CpuProbe:
 
 
 def update_name(state_format: StateFormat, threads: int) -> str:
-    """Return the name of the measurement of the update with so many threads."""
-    which = f" of {state_format.name}" if state_format.rounds else ""
-    return f"update{which}/{format_count(threads, 'thread')}"
+    """Return the name of an update's measurement, such as "update/8 threads"; for rounded state with its format."""
+    of_format = f" of {state_format.name}" if state_format.rounds else ""
+    return f"update{of_format}/{format_count(threads, 'thread')}"
 
 
 @dataclass
 class PathProbe:
-    """One path: each direction alone, both at once and, where there is a `CpuProbe`, beside the update.
+    """Samples of one path: each direction alone, both at once and, where there is a `CpuProbe`, beside the update.
 
     Writes alone come first: reads need slots that were written. Beside reads, writes use slots and memory of their
     own.
 
     Attributes:
         number: The path's, for the names of measurements.
-        runs: Drives the path's lanes.
-        regions: Slots of one size each, the largest last: that one's rates count, the others show the latency.
+        runs: Makes the runs.
+        regions: Slots of several sizes, the largest last: rates are those of the largest, and the others show the
+            latency.
         slots: Number of slots of each region that a direction uses.
         depth: Transfers of one direction in flight.
         address: Memory for twice as many of the largest tiles.
-        cpu: The update; None to leave that out.
+        cpu: The probe of the update; None to leave the sample beside it out.
         is_split: Whether regions have as many slots again for writes beside reads; else both directions are measured
             alone only.
-        shares: Whether transfers of one direction have been seen under way together.
+        shares: Whether transfers of one direction have been seen under way together: then they share its bandwidth.
     """
 
     number: int
@@ -249,7 +279,7 @@ class PathProbe:
             yield f"{path}: beside the update", partial(self._beside, name, self.cpu)
 
     def _loads(self, region: Slots, count: int, *verbs: str) -> list[Load]:
-        """Return a load for each direction, each with its own part of a region's slots and of the memory."""
+        """Return a load of `count` transfers for each verb, each with its own slots of a region and own memory."""
         loads = []
         for part, verb in enumerate(verbs):
             slots = range(part * self.slots, (part + 1) * self.slots)
@@ -258,16 +288,20 @@ class PathProbe:
         return loads
 
     def _rates(self, region: Slots, *verbs: str) -> dict[str, float]:
-        """Return the bytes a second of each direction ("read", "write"), by its verb, beside the others.
+        """Make a run of one direction, or of both beside each other; return each one's bytes a second, by its verb.
 
         All move equally many bytes. If regions have no slots for two directions at once, each is measured alone.
         Notes in `shares` whether transfers of one direction met.
+
+        Args:
+            region: The slots.
+            verbs: The directions: "read", "write".
         """
         if len(verbs) > 1 and not self.is_split:
             return {verb: self._rates(region, verb)[verb] for verb in verbs}
         name = f"{'+'.join(verbs)} {region.tile_bytes}"
         timeline = self.runs.run(name, self.slots, lambda count: self._loads(region, count, *verbs))
-        self.shares |= len(verbs) == 1 and at_once(timeline) > 1  # not of two: these overlap anyway
+        self.shares |= len(verbs) == 1 and at_once(timeline) > 1  # not of both directions, which overlap anyway
         return rates_beside(timeline)
 
     def _alone(self, name: str, verb: str) -> dict[str, float]:
@@ -275,10 +309,11 @@ class PathProbe:
         return {f"{name}/{verb} alone": self._rates(self.regions[-1], verb)[verb]}
 
     def _mixed(self, name: str) -> dict[str, float]:
-        """Take a sample of both directions at once: their rates with large tiles, and the latency by smaller ones.
+        """Take a sample of both directions at once: their rates with the largest tiles, and the path's latency.
 
-        A lane takes `latency + bytes / rate` for a tile; the latency is that of the line that fits the times of all
-        sizes best (`fit_latency`), with operations overlapping as they do in a step.
+        A lane takes `latency + bytes / rate` for a tile. The latency is that of the line that fits the times of tiles
+        of all sizes best (`fit_latency`), with operations overlapping as they do in a step. The rates returned are
+        without it: bytes over a tile's time less the latency.
         """
         rates_by_size = [(region.tile_bytes, self._rates(region, "read", "write")) for region in self.regions]
         latencies = [
@@ -291,10 +326,10 @@ class PathProbe:
         return values | {f"{name}/latency": latency_s}
 
     def _beside(self, name: str, cpu: CpuProbe) -> dict[str, float]:
-        """Take a sample of the path beside the update: its rates, and the part of the update's rate that is kept."""
+        """Take a sample of the path beside the update: its rates, and the part of its rate that the update keeps."""
 
         def loads(count: int) -> list[Load]:
-            """Return reads, writes, and updates for as long as these take."""
+            """Return `count` reads and as many writes, and updates that go on until all these have ended."""
             return [*self._loads(self.regions[-1], count, "read", "write"), cpu.load(None)]
 
         alone = cpu.rate()
@@ -304,12 +339,16 @@ class PathProbe:
 
 
 def fit_latency(times: Sequence[tuple[int, float]]) -> float:
-    """Return the latency of the line seconds = latency + bytes / rate with the least relative errors; at least 0.
+    """Return the latency of the line seconds = latency + bytes / rate that fits best, in seconds; at least 0.
 
-    Each equation is divided by its seconds, so that least squares minimise relative errors.
+    It is found by least squares. Each equation is divided by its seconds, so that relative errors are minimised.
+
+    Args:
+        times: Bytes of a tile and seconds that it takes, for several sizes. One size alone shows no latency: 0.
     """
     if len(times) < 2:
         return 0.0
+    # For each size: 1 = latency * (1 / seconds) + (1 / rate) * (bytes / seconds).
     rows = np.array([(1 / seconds, nbytes / seconds) for nbytes, seconds in times])
     (latency_s, _), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
     return max(0.0, float(latency_s))
@@ -318,7 +357,7 @@ def fit_latency(times: Sequence[tuple[int, float]]) -> float:
 def rates_of(
     found: Mapping[str, Measurement], threads: int, paths: Sequence[PathProbe] = (), gpu_bytes: int | None = None
 ) -> Rates:
-    """Return the rates of all lanes, with exact state.
+    """Return the rates of all lanes that measurements show; the CPU's with exact state.
 
     Args:
         found: The measurements of all samples, by name.
@@ -327,20 +366,23 @@ def rates_of(
         gpu_bytes: The size of the GPU's memory, 0 where unknown; None without a GPU.
     """
 
-    # The memory's bandwidth is at least the traffic of any pass or update that was measured.
-    traffic = {"memory": 1.0, "update": UPDATE_MEMORY_COST}  # of each byte, by the first part of the name
+    # The memory's bandwidth is at least the traffic of any pass or update that was measured: its bytes a second times
+    # the memory traffic of each byte (`traffic`, by the first part of the measurement's name).
+    traffic = {"memory": 1.0, "update": UPDATE_MEMORY_COST}
     memory = max(traffic.get(name.partition("/")[0], 0.0) * each.median for name, each in found.items())
     cpu = found[update_name(EXACT, threads)].median
 
     def value(name: str) -> float:
+        """Return what was measured under a name."""
         return found[name].median
 
     def cost(lane: str, io_bytes_per_s: float) -> float:
-        """Return the memory traffic of each byte of I/O; that of plain DMA, 1, if it was not measured."""
-        kept = found.get(f"{lane}/speed of cpu")
+        """Return the `memory_cost` of a path or of the GPU's link; that of plain DMA, 1, if it was not measured."""
+        kept = found.get(f"{lane}/speed of cpu")  # the part of its rate that the update keeps beside that lane
         return memory_cost(memory, cpu, kept.median, io_bytes_per_s, kept.spread) if kept else 1.0
 
     def path_rates(path: PathProbe) -> PathRates:
+        """Return the rates of one path."""
         name = f"path {path.number}"
         read, write = value(f"{name}/read"), value(f"{name}/write")
         return PathRates(

@@ -1,8 +1,8 @@
 """A few steps of a small plan through a session's lanes, to measure what a step costs beside its bytes.
 
-Subgroups are so small that bytes hardly count. The rest of the time is the engine's thread (machine, tables, queue,
-learning), the wake-ups of threads, and a path's latency. A session's machine and executor run, and rates are learnt
-as from a session's own steps.
+Subgroups are so small that moving and updating their bytes takes hardly any time. What takes time is the engine's
+thread (machine, tables, queue, learning), the wake-ups of threads, and a path's latency. The steps are made by the
+same machine and executor as a session's, and rates are learnt from them as from a session's own steps.
 
 This happens before the session's first operation, in staging memory whose content is undefined at that moment.
 """
@@ -41,7 +41,10 @@ SUBGROUPS, SLOTS = 12, 4
 """Most subgroups, and most staging slots; fewer if the session has fewer."""
 
 STEPS = 6
-"""Steps at most. The first one reads nothing, and the first two do many things for the first time."""
+"""Steps at most; rates are learnt from the second half of them.
+
+The first one reads nothing, and the first two do many things for the first time.
+"""
 
 LONGEST_S = 0.25
 """Seconds after which no further step begins, for slow paths."""
@@ -55,16 +58,20 @@ def trial_rates(
     plan: Plan | None = None,
     memory: tuple[int, int] = (0, 0),
 ) -> Rates:
-    """Return rates with the costs of the engine's thread, its reaction, and paths' latencies that the steps show.
+    """Take a few small steps, and return rates with what they show.
+
+    They show costs and reaction of the engine's thread, and the latencies of paths. In two cases no step is taken,
+    and rates stay as they are known: if there is a GPU, as calls of its runtime then cost most; and if a path lacks
+    the little room that is needed.
 
     Args:
         kernel: The session's kernel.
-        tiers: The session's tiers, with nothing in any slot yet. If one lacks the little room, no step is taken; with
-            an object store among them, the steps are in memory.
+        tiers: The session's tiers, with nothing in any slot yet. With an object store among them, whose requests cost
+            money, all state of the steps is in memory.
         queue: The session's; nothing else may report to it meanwhile.
-        known: The other rates. Returned as they are with a GPU: there, calls of its runtime cost most.
-        plan: The session's: the small plan has as large a part of state at home in memory. With None it has none, if
-            there are paths.
+        known: Rates that are known of all lanes.
+        plan: The session's: the small plan has as large a part of its state at home in memory. None: no state is at
+            home in memory, if there are paths.
         memory: Address and size of memory whose content is lost; other memory is allocated if it is too small.
 
     Raises:
@@ -82,16 +89,16 @@ def trial_rates(
             ends.callback(staging.close)
             address = staging.address
         # For one update at a time: state at home, gradients and weights.
-        rest = Arena(SECTOR_NUMEL * trial_bytes(EXACT_ADAMW), prefault=True)
-        ends.callback(rest.close)
-        session = _Session(kernel, tiers, queue, small, address, rest.address)
-        ends.callback(session.drain)  # an error, or an interrupt, finds lanes at work on that memory
+        update_memory = Arena(SECTOR_NUMEL * trial_bytes(EXACT_ADAMW), prefault=True)
+        ends.callback(update_memory.close)
+        session = _Session(kernel, tiers, queue, small, address, update_memory.address)
+        ends.callback(session.drain)  # before memory is freed: after an error or interrupt lanes may be at work on it
         observed: list[Rates] = []
         until_s = time.monotonic() + LONGEST_S
         for number in range(1, STEPS + 1):
             timeline = session.step(number, known)
             is_late = number > 1 and time.monotonic() > until_s  # a slow path: there is no time for another step
-            if number > STEPS // 2 or is_late:
+            if number > STEPS // 2 or is_late:  # earlier steps only warm up
                 observed.append(observe(known, timeline))
             if is_late:
                 break
@@ -100,9 +107,10 @@ def trial_rates(
 
 
 def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
-    """Return a plan of the smallest subgroups, a path for each tier, and as large a part resident as in `plan`.
+    """Return a plan of a few of the smallest subgroups, with a path for each tier.
 
-    Without a `plan` all of it is streamed, if there are tiers.
+    As large a part of its state is at home in memory as in `plan`. Without a `plan` all state is streamed, if there
+    are tiers.
     """
     count = SUBGROUPS
     slots = SLOTS
@@ -111,7 +119,8 @@ def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
         count = min(SUBGROUPS, len(plan.homes))
         slots = max(1, min(SLOTS, plan.staging_slots))
         streamed_part = plan.homes.count(Home.STREAMED) / len(plan.homes)
-    at_home = round(count * (1 - streamed_part)) if tiers else count
+    at_home = round(count * (1 - streamed_part)) if tiers else count  # subgroups at home in memory
+    # One parameter for each subgroup, of the size of a subgroup.
     parameters = [Parameter(f"a trial's {number}", SECTOR_NUMEL, DtypeCode.BFLOAT16, 0) for number in range(count)]
     layout = build_layout(parameters, SECTOR_NUMEL)
     size = layout.max_subgroup_bytes
@@ -121,12 +130,17 @@ def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
 
 
 class _Session:
-    """The machine and the executor of a small plan.
+    """The machine and the executor that take the steps of a small plan.
 
     Args:
-        address: That of its staging memory.
-        beside: Address of memory for the rest of an update: state at home, then a gradient, then a weight. All
-            updates use the same.
+        kernel: Runs the updates.
+        tiers: One for each path of the plan.
+        queue: Gets all completions.
+        plan: The small plan.
+        address: Address of its staging memory.
+        beside: Address of memory for all else that an update uses: the state of a subgroup at home in memory, then a
+            gradient, then a weight. All subgroups share it, as one update runs at a time and its results do not
+            matter.
     """
 
     def __init__(
@@ -143,8 +157,8 @@ class _Session:
         self._tables.gradients[:] = gradients
         self._tables.gradient_dtypes[:] = DtypeCode.BFLOAT16
         self._tables.weights[:] = gradients + SECTOR_NUMEL * BF16.item_bytes
-        self._groups = [layout.rule.values(layout.rule.defaults)]
-        rooms = [(tier.free_bytes(), 1.0) for tier in tiers]  # and equal shares
+        self._groups = [layout.rule.values(layout.rule.defaults)]  # of group 0, in which all parameters are
+        rooms = [(tier.free_bytes(), 1.0) for tier in tiers]  # room of each path, and equal shares of the tiles
         self._machine = Machine(plan, TileIndex(rooms, plan.slot_counts))
         self._memory = HostMemory(NO_LANES)
         self._memory.place_slots(address, plan.slot_bytes)
@@ -153,9 +167,15 @@ class _Session:
         self._executor.set_visitor(self._table, updates=True)
 
     def step(self, number: int, known: Rates) -> list[Interval]:
-        """Take a step as the engine's thread does, which a request wakes; return the timeline of this step."""
+        """Take a step as a session's engine thread does, and return the step's timeline.
+
+        Args:
+            number: The step's number.
+            known: The known rates.
+        """
         machine = self._machine
         executor = self._executor
+        # A request wakes the engine's thread, so that its first turn has a beginning in the timeline.
         self._queue.post(REQUEST)
         while not executor.requests:
             for event in executor.wait():
@@ -169,7 +189,7 @@ class _Session:
         executor.submit(machine.take_operations())
         executor.end_engine_interval()
         if timeline:
-            observe(known, timeline)  # its cost is part of a step: sessions learn then from the step before
+            observe(known, timeline)  # only for the time that it takes: sessions learn here from the step before
         pump(machine, executor, lambda machine: machine.finished_sweep is not None)
         machine.take_finished_sweep()
         self._check()
@@ -191,6 +211,9 @@ class _Session:
             raise self._machine.broken
 
     def _table(self, run: RunVisit) -> npt.NDArray[Any]:
-        """Return the table of a run, whose state is filled anew: its content does not matter."""
+        """Return the table of a run of a visit, for the kernel; the executor calls this as its visitor.
+
+        All state counts as fresh, so that the update never uses what the shared memory holds from another subgroup.
+        """
         address = self._home if run.slot is None else self._memory.slot_address(run.slot)
         return self._tables.make_table(replace(run, fresh=True), address, self._rows)

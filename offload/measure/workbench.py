@@ -1,4 +1,4 @@
-"""For all probes: state to update in memory, and tiles to move on a path, as loads of lanes."""
+"""What probes measure with: state in memory to update, and tiles of a path to move, both as loads of lanes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def memory_cost(
 ) -> float:
     """Return how many bytes of memory bandwidth the update loses for each byte that a path (or a link) moves.
 
-    Alone, the update ran at `cpu_bytes_per_s`; with the I/O beside it, at `kept_part` of that. The bandwidth that it
-    did not use then is divided by the bytes of I/O: that solves `kept_part = Rates.cpu_speed(cost * io_bytes_per_s)`.
+    Alone, the update ran at `cpu_bytes_per_s`; with the I/O beside it, at `kept_part` of that. The memory bandwidth
+    that it then did not use was taken by the I/O, so the cost is that bandwidth over the bytes of I/O a second. It
+    solves `kept_part = Rates.cpu_speed(cost * io_bytes_per_s)`.
 
     Args:
         memory_bytes_per_s: Host memory bandwidth.
@@ -52,35 +53,40 @@ def memory_cost(
     unused = memory_bytes_per_s - kept_part * cpu_bytes_per_s * UPDATE_MEMORY_COST
     cost = max(0.0, unused / io_bytes_per_s)
     is_noise = 1 - kept_part <= max(UNSEEN_SLOWDOWN, spread / 2)
-    # If the slow-down is noise, the measured cost is only an upper bound; plain DMA costs 1.
+    # If the slow-down is noise, the measured cost is only an upper bound; take no more than plain DMA costs, 1.
     return min(cost, 1.0) if is_noise else cost
 
 
 class Borrowed:
-    """Memory that its owner lends, with the methods of an arena."""
+    """Memory of another owner, with those methods of an `Arena` that `TrialState` uses."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
 
     def numpy(self, offset: int, numel: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return an array over it, as `Arena.numpy` does."""
+        """Return an array over a part of the memory, as `Arena.numpy` does."""
         memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
         return np.frombuffer(memoryview(memory), dtype, numel, offset)
 
     def close(self) -> None:
-        """Do nothing: the owner keeps it."""
+        """Do nothing: the owner frees the memory."""
 
 
 class TrialState:
     """State, gradient and weight of `numel` elements in huge pages, to be updated chunk by chunk.
 
     Args:
-        spec: The state's tensors and format.
+        spec: The rule, and how its state is stored.
         numel: Elements.
-        depth: Updates in flight at once.
-        prefault: Touch all memory now.
+        depth: Updates in flight at once; each has chunks of its own.
+        prefault: Touch all pages of memory that is allocated here.
         borrowed: Address and size of unused memory, which is used if it is large enough; zeros for none.
+
+    Attributes:
+        numel: Elements.
+        chunks: Number of chunks, each of as many elements as one update has.
+        close: Frees the memory, unless it was borrowed.
     """
 
     def __init__(
@@ -95,18 +101,19 @@ class TrialState:
         self.numel = numel
         self._spec = spec
         self._depth = depth
-        self._items = trial_items(spec)
-        offsets = {}
+        self._items = trial_items(spec)  # the tensors, by name, with their formats
+        offsets = {}  # of each tensor in the memory, in bytes
         end = 0
         for index, (name, stored) in enumerate(self._items.items()):
-            # Tensors a large power of two apart would compete for the same places in the first-level cache.
+            # Not all at the start of a page, 68 KiB further for each tensor: tensors that lie a large power of two
+            # apart would compete for the same places in the first-level cache.
             offsets[name] = round_up(end, HUGE_PAGE_BYTES) + index * (68 << 10)
             end = offsets[name] + stored.offset(numel)
         self._arena: Arena | Borrowed  # of all tensors
         _, borrowed_bytes = borrowed
         if end <= borrowed_bytes:
             self._arena = Borrowed(*borrowed)
-            # Old bits, read as moments, may slow the kernel down several times.
+            # Old bits, read as moments, may slow the kernel down several times: begin with zeros, as an arena does.
             ctypes.memset(self._arena.address, 0, end)
         else:
             self._arena = Arena(end, prefault=prefault)
@@ -122,19 +129,19 @@ class TrialState:
         """Fill master and gradient with random numbers; all else stays 0."""
         values = np.random.default_rng(0).standard_normal(min(self.numel, 1 << 16), np.float32)
         bf16_values = values.view(np.uint16)[1::2]  # the upper half of a float32 is a bfloat16
-        if self._items["master"].item_bytes == 4:
+        if self._items["master"].item_bytes == 4:  # else the tensor has the upper 16 bits of the master
             _repeat(values, self._arena.numpy(offsets["master"], self.numel, np.float32))
         else:
             _repeat(bf16_values, self._arena.numpy(offsets["master"], self.numel, np.uint16))
         _repeat(bf16_values, self._arena.numpy(offsets["gradient"], self.numel, np.uint16))
 
     def table(self, start: int, numel: int) -> np.ndarray[Any, Any]:
-        """Return the segment table of a run of elements."""
+        """Return the segment table of the update of `numel` elements, from element `start` on."""
         addresses = {name: address + self._items[name].offset(start) for name, address in self._addresses.items()}
         return trial_table(self._spec, addresses, numel)
 
     def stream_rate(self, kernel: CpuUpdateKernel, *variants: StreamVariant) -> float:
-        """Return the bytes per second, reads and writes together, of passes over all memory: one for each variant."""
+        """Make a pass over all memory for each variant; return their bytes a second, reads and writes together."""
         whole = self.table(0, self.numel)
         started_s = time.perf_counter()
         for variant in variants:
@@ -143,8 +150,8 @@ class TrialState:
         return moved_bytes / (time.perf_counter() - started_s)
 
     def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
-        """Return a load of `count` updates, or of any number if None (see `Load`), of the chunks in turn."""
-        # Each place has chunks of its own, so that no chunk has two updates at once.
+        """Return a load of `count` updates (see `Load.count`), one of each chunk in turn, again and again."""
+        # Each of the load's places has chunks of its own, so that no chunk has two updates at once.
         turns = [itertools.cycle(self._chunks[place :: self._depth]) for place in range(self._depth)]
 
         def start(op: int, place: int) -> None:
@@ -152,6 +159,7 @@ class TrialState:
             kernel.submit(op, next(turns[place]))
 
         def error(completion: Completion) -> OffloadError:
+            """Return the error of an update that failed."""
             return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
 
         nbytes = int(self._chunk_numel * self._spec.item_bytes)
@@ -159,7 +167,7 @@ class TrialState:
 
 
 def _repeat(values: np.ndarray[Any, Any], into: np.ndarray[Any, Any]) -> None:
-    """Fill an array with repetitions of values, without a copy of its size."""
+    """Fill the array `into` with repetitions of values, without a temporary array of its size."""
     for start in range(0, into.size, values.size):
         part = into[start : start + values.size]
         part[:] = values[: part.size]
@@ -172,8 +180,8 @@ class Slots:
     Attributes:
         tier: The path.
         tile_bytes: Size of a tile, a multiple of a sector.
-        number: Subgroup number of their tiles: other slots have another.
-        offset: Byte offset of slot 0.
+        number: Subgroup number in the ids of their tiles; other `Slots` of the path have another one.
+        offset: Byte offset of slot 0 in the store.
         verify: See `TileRequest`.
     """
 
@@ -184,18 +192,19 @@ class Slots:
     verify: bool = True
 
     def load(self, verb: str, slots: range, address: int, depth: int | None = None, count: int | None = None) -> Load:
-        """Return reads or writes of tiles on lane `verb`.
+        """Return a load that reads or writes tiles, on lane `verb`.
 
-        As many are in flight as the load has places (see `Load.start`). Each place has memory for a tile and slots of
-        its own, which it uses in turn, so that no slot has two transfers at once.
+        As many transfers are in flight as the load has places (see `Load.start`). Each place has memory for a tile
+        and slots of its own, which it uses in turn, so that no slot has two transfers at once.
 
         Args:
             verb: "read" or "write".
-            slots: To be read, they must have been written.
+            slots: Numbers of the slots. To be read, they must have been written.
             address: Memory for `depth` tiles.
-            depth: How many places, at most one for each slot; None for that many.
-            count: Transfers in all; None for as many as there are slots. Only with `depth` None each slot then has
-                exactly one: else a fast place begins its slots again before a slow one has come to the end of its.
+            depth: Number of places, at most one for each slot; None for one for each slot.
+            count: Transfers in all; None for as many as there are slots. Each slot is then sure to have exactly one
+                only if `depth` is None: otherwise a fast place begins again with its first slot before a slow one has
+                come to its last.
         """
         depth = depth or len(slots)
         nbytes = self.tile_bytes
@@ -208,9 +217,11 @@ class Slots:
             tile = TileId(self.number, 0, slot)
             offset = self.offset + slot * slot_bytes(nbytes)
             place_address = address + place * nbytes
+            # All tiles have version 0. A read accepts the checksum that the slot's header has.
             transfer(TileRequest(op, tile, 0, offset, place_address, nbytes, checksum=None, verify=self.verify))
 
         def error(completion: Completion) -> OffloadError:
+            """Return the error of a transfer that failed."""
             return tier_error("probe", completion, None, self.tier)
 
         count = len(slots) if count is None else count

@@ -1,7 +1,8 @@
 """Arenas: the large, aligned, exact-size blocks of memory that all state and staging buffers are cut from.
 
-Throughput of storage depends on the pages behind a buffer more than on the I/O interface, so arenas ask for
-huge pages and are touched once, up front, and never freed until the session ends.
+Throughput of storage depends on the pages behind a buffer more than on the I/O interface, so arenas ask for huge
+pages. The system makes a page when it is first touched. `Arena.touch` touches all of an arena, by several threads:
+before a device pins it, if the system refuses to bind it to its memory node, and where a caller asks for it.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ _MADV_DONTNEED_LOCKED = 24  # since Linux 5.18
 
 
 def available_bytes() -> int:
-    """Return the bytes of memory that this process may still take, by the machine and all its control groups."""
+    """Return the bytes of memory that this process may still take: the least of what the machine and its groups have.
+
+    Its groups are the control groups (cgroups) that it is in, a container's, say. Those without a limit do not count.
+    """
     available: int = psutil.virtual_memory().available
     for folder, version in control_groups():
         limit_name, used_name, prefix = _GROUP_FILES[version]
         with contextlib.suppress(OSError, ValueError):  # no limit there, or none that is a number
             limit_bytes = int((folder / limit_name).read_text())
             used_bytes = int((folder / used_name).read_text())
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):  # without these figures cached files count as used
                 lines = (folder / "memory.stat").read_text().splitlines()
                 figures = dict(line.split(maxsplit=1) for line in lines)
                 # Cached files count as used there, but are evicted when needed, as the machine's figure assumes.
@@ -71,7 +75,7 @@ def control_groups() -> Iterator[tuple[Path, int]]:
     """
     own_group = ""  # the root, which is all there is where a container hides /proc
     with contextlib.suppress(OSError):
-        for line in OWN_GROUPS.read_text().splitlines():
+        for line in OWN_GROUPS.read_text().splitlines():  # each "number:controllers:/name", see cgroups(7)
             _, controllers, name = line.split(":", 2)
             if not controllers:  # version 2
                 own_group = name
@@ -132,8 +136,8 @@ class Arena:
         except (OSError, OverflowError, ValueError) as cause:
             raise OffloadError(f"no memory for an arena of {nbytes} bytes: {cause}") from cause
         self._mapping: mmap.mmap | None = mapping
-        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._skip = -start % alignment
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))  # `mmap` itself does not tell its address
+        self._skip = -start % alignment  # bytes up to the first aligned address
         self.address = start + self._skip
 
         if not inherit:
@@ -195,7 +199,7 @@ class Arena:
         try:
             try:
                 self._mapping.madvise(mmap.MADV_DONTNEED, self._skip + offset, length)
-            except OSError:  # the memory is locked
+            except OSError:  # perhaps as the memory is locked: then this request works, since Linux 5.18
                 self._mapping.madvise(_MADV_DONTNEED_LOCKED, self._skip + offset, length)
         except OSError as cause:
             raise OffloadError(f"{length} bytes of memory cannot be given back: {cause.strerror}") from cause
@@ -225,10 +229,10 @@ class Arena:
         Raises:
             OffloadError: The system does not have that much memory.
         """
-        # By ctypes, which releases the GIL meanwhile; mmap.madvise does not.
+        # By ctypes, which releases the GIL meanwhile, so that threads work side by side; mmap.madvise does not.
         libc = ctypes.CDLL(None, use_errno=True)
         length = round_up(nbytes, mmap.PAGESIZE)
-        with cpu_affinity(self._near_cpus):
+        with cpu_affinity(self._near_cpus):  # of the node, if memory could not be bound to it; else none: any CPU
             result = libc.madvise(
                 ctypes.c_void_p(self.address + offset), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
             )

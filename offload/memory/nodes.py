@@ -46,12 +46,12 @@ told: set[str] = set()
 
 
 def memory_nodes() -> list[int]:
-    """Return the numbers of the nodes that have memory for this process; none if the kernel does not say."""
+    """Return the numbers of the nodes on which this process may have memory; none if the kernel does not say."""
     with contextlib.suppress(OSError):
         allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", STATUS.read_text(), re.MULTILINE)
         if allowed is not None:
             numbers = sorted(touching.numbers_in(allowed[1]))
-            return [number for number in numbers if _meminfo(number).get("MemTotal")]
+            return [number for number in numbers if _meminfo(number).get("MemTotal")]  # others have CPUs alone
     return []
 
 
@@ -86,7 +86,10 @@ def check_free(needed_bytes: Mapping[int, int], remedy: str) -> None:
 
 
 def cpus_near(numbers: Iterable[int]) -> frozenset[int]:
-    """Return the CPUs of some nodes that this process may use; none, for no restriction, if it may use no others."""
+    """Return the CPUs of some nodes that this process may use, to bind threads to.
+
+    The result is empty if there are none, and if the process may use no others: then nothing has to be bound.
+    """
     cpus_by_node = touching.nodes_here()
     near = frozenset().union(*(cpus_by_node.get(number, ()) for number in numbers))
     return frozenset() if near >= os.sched_getaffinity(0) else near
@@ -97,7 +100,7 @@ def bind_pages(address: int, nbytes: int, number: int) -> frozenset[int]:
 
     Returns:
         No CPUs if the pages are bound. If the system refuses to bind memory (logged once), the node's CPUs: threads
-        that run on them have to touch the pages first.
+        that run on them have to touch the pages first. If it has no CPUs then, the pages will lie elsewhere.
 
     Raises:
         OffloadError: There is no such node, or this process may have no memory there.
@@ -127,11 +130,12 @@ def node_bytes_of(address: int, nbytes: int) -> dict[int, int]:
 
     Pages that have not been touched lie on no node. The result is empty if the system does not say (logged once).
     """
-    count = -(-nbytes // mmap.PAGESIZE)  # of pages
-    sampled = range(0, count, -(-count // MOST_ASKED)) if count else range(0)
+    count = -(-nbytes // mmap.PAGESIZE)  # of pages, rounded up
+    sampled = range(0, count, -(-count // MOST_ASKED)) if count else range(0)  # every page, or every n-th
     pages = (ctypes.c_void_p * len(sampled))(*(address + page * mmap.PAGESIZE for page in sampled))
     status = (ctypes.c_int * len(sampled))()
-    # Without nodes to move pages to (None), move_pages writes to `status` on which node each page lies.
+    # Of this process (0). Without nodes to move pages to (None), move_pages moves nothing, and writes to `status` on
+    # which node each page lies.
     code = system_call(_MOVE_PAGES, 0, ctypes.c_ulong(len(sampled)), pages, None, status, 0) if sampled else 0
     if code:
         _warn_once("the system does not say on which node memory lies (move_pages: %s)", os.strerror(code))
@@ -141,7 +145,10 @@ def node_bytes_of(address: int, nbytes: int) -> dict[int, int]:
 
 
 def system_call(which: int, *arguments: object) -> int:
-    """Make a system call, `_MBIND` or `_MOVE_PAGES`; return its errno, 0 if it succeeded."""
+    """Make a system call, `_MBIND` or `_MOVE_PAGES`, by its number; return its errno, 0 if it succeeded.
+
+    libc has no functions for these two; libnuma has, but need not be installed.
+    """
     numbers: Sequence[int] = _SYSCALLS.get(platform.machine(), ())
     if not numbers:
         return errno.ENOSYS

@@ -37,7 +37,7 @@ Nodes = Mapping[int, frozenset[int]]
 
 
 def nodes_here() -> Nodes:
-    """Return the nodes with CPUs that this process may use; none if the kernel does not say."""
+    """Return the nodes with CPUs that this process may use, and these CPUs; none if the kernel does not say."""
     cpus = os.sched_getaffinity(0)
     cpus_by_node = {}
     for folder in NODES.glob("node[0-9]*"):
@@ -68,14 +68,15 @@ def nodes_for(reader: int | None) -> Nodes:
 
 
 def cores_of_rank(number: int, ranks: int) -> frozenset[int]:
-    """Return the cores that a rank is to use, of several ranks that may all run on the same cores: whole nodes'.
+    """Return the cores that a rank is to use, where several ranks may run on the same cores: those of whole nodes.
 
-    Empty if there is one node only: each rank then uses all cores. `number` is that of the rank, from 0; `ranks` is
-    their count.
+    The nodes are divided evenly, and neighbours go to one rank. The result is empty if there is one node only: each
+    rank then uses all cores. `number` is that of the rank, from 0; `ranks` is their count.
     """
     cpus_of_nodes = sorted(nodes_here().values(), key=min)
     if len(cpus_of_nodes) < 2:
         return frozenset()
+    # Rank i gets the nodes from i * nodes / ranks up to (i + 1) * nodes / ranks, rounded down.
     first = number * len(cpus_of_nodes) // ranks
     beyond = max(first + 1, (number + 1) * len(cpus_of_nodes) // ranks)  # with more ranks than nodes, these share one
     return frozenset().union(*cpus_of_nodes[first:beyond])
@@ -89,6 +90,9 @@ def touch(
 ) -> None:
     """Touch memory piece by piece, in turn on each of some nodes; a Ctrl-C interrupts it.
 
+    With `nodes` each thread is bound to the CPUs of one node, and touches pieces of that node alone. Each node has
+    the same number of threads, or one more.
+
     Args:
         touch_piece: Called with offset and bytes of a piece, to touch it; on any thread.
         nbytes: Bytes of the memory.
@@ -98,7 +102,7 @@ def touch(
     Raises:
         OffloadError: The system does not have that much memory, or it was given up.
     """
-    piece_count = -(-nbytes // PIECE_BYTES)
+    piece_count = -(-nbytes // PIECE_BYTES)  # rounded up
     cpu_sets: Sequence[frozenset[int]] = [*nodes.values()] if nodes else [frozenset()]  # a set for each node
     cpu_count = len(frozenset().union(*cpu_sets)) or len(os.sched_getaffinity(0))
     # By node: the numbers of its pieces, every `len(cpu_sets)`-th. Its threads take them from one iterator.

@@ -6,8 +6,8 @@ changed before backward.
 
 A tensor that is written is identified by its storage, which is written once however many views of it are saved.
 Weights and buffers of the model stay in memory, and so do small tensors, those of other devices and of unusual kinds,
-and tensors that backward itself saves. A custom Function gets a tensor that stays without attributes that Python code
-has set on it, as with any hooks for saved tensors.
+and tensors that backward itself saves. If a custom Function saves a tensor that stays, it may get back an alias
+without the attributes that Python code has set on the tensor; so it is with any hooks for saved tensors.
 
 Not here: where the bytes are (`offload.session.activations`).
 """
@@ -34,17 +34,19 @@ LEAST_BYTES = 1 << 20
 """Default for the smallest tensors that are written: smaller ones are many, and their sum is little."""
 
 MOST_AROUND = 16
-"""A storage larger than this many times a tensor is taken to be a buffer of which the tensor is a small view."""
+"""A storage larger than this many times a tensor is not written for it: it counts as a buffer with a small view."""
 
 _counter_lock = threading.Lock()
 """Held while a version counter is incremented and restored, to see which tensors share it (`_Storage.is_of`)."""
 
 
 class _Saved:
-    """A tensor that is saved where it is, with its version, to see in backward whether it has been changed.
+    """What autograd keeps for a tensor that stays in memory: the tensor, and its version when it was saved.
+
+    Backward compares the version: as in torch, a saved tensor that was changed in place is an error.
 
     Attributes:
-        tensor: The tensor, if it is a leaf and no view, as parameters are; else an alias without history, as the
+        tensor: The tensor itself, if it is a leaf and no view, as parameters are. Else an alias without history: the
             tensor itself would keep its own graph alive. Of a tensor on the paths an alias without memory.
         version: The tensor's version counter when it was saved.
     """
@@ -52,7 +54,7 @@ class _Saved:
     __slots__ = "_origin", "_shape", "tensor", "version"
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # For the error alone: the number of the output that the tensor is, and the name of its function.
+        # For the error's text alone: the function that made the tensor, and which of its outputs the tensor is.
         self._origin = None if tensor.grad_fn is None else (tensor.output_nr, tensor.grad_fn.name())
         self._shape = tensor.shape
         self.tensor = tensor if tensor.is_leaf and tensor._base is None else tensor.detach()
@@ -62,7 +64,8 @@ class _Saved:
         """Raise what torch raises for a saved tensor that was changed in place."""
         if self.tensor._version == self.version:
             return
-        with _counter_lock:  # again: `_Storage.is_of` may just have incremented the counter, on another thread
+        # Look again under the lock: another thread may have incremented the counter for a moment (`_Storage.is_of`).
+        with _counter_lock:
             version = self.tensor._version
         if version != self.version:
             origin = "" if self._origin is None else ", which is output {} of {},".format(*self._origin)
@@ -80,7 +83,7 @@ class _Saved:
 
 
 class _Storage:
-    """The content of a storage that was written to the paths, for tensors that share one version counter.
+    """A storage's content at one version, as written to the paths, for all tensors that share the version counter.
 
     Attributes:
         key: Identifies the storage: while this weak reference lives, no other storage can have the same `_cdata`.
@@ -102,33 +105,42 @@ class _Storage:
         self.written = written
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of this storage has the content that was written.
+        """Return whether a tensor of this storage still has the content that was written.
 
-        Equal versions are not enough: an alias made by `.data` has a counter of its own. So this increments the
+        That is so if the tensor shares the version counter of the tensor that was written, and the version is the
+        same. Equal versions are not enough: an alias made by `.data` has a counter of its own. So this increments the
         counter for a moment, and looks whether the tensor's version follows.
         """
+        # Another thread may have incremented the counter for a moment: then the storage is written once more.
         if tensor._version != self.version:
             return False
-        with _counter_lock, _unsafe_preserve_version_counter(self.counter):
+        with _counter_lock, _unsafe_preserve_version_counter(self.counter):  # which sets the counter back at the end
             increment_version(self.counter)
             return tensor._version != self.version
 
 
 class _SavedOnPaths(_Saved):
-    """A saved tensor whose storage was written to the paths, and how the tensor lies in it."""
+    """What autograd keeps for a tensor whose storage was written to the paths.
+
+    Attributes:
+        activations: Reads the storage back.
+        form: How the tensor lies in its storage: offset, sizes and strides, in elements.
+        kind: The tensor's device and dtype.
+        storage: Where the storage's content is; set by `_write_storage`.
+    """
 
     __slots__ = "activations", "form", "kind", "storage"
 
     def __init__(self, tensor: torch.Tensor, activations: Activations) -> None:
         super().__init__(tensor)
-        self.tensor = tensor.detach()  # its memory is freed once it was written; its version counter is needed
+        self.tensor = tensor.detach()  # an alias: `_write_storage` frees its memory; its version counter is needed
         self.activations = activations
         self.form = tensor.storage_offset(), tensor.size(), tensor.stride()
         self.kind = tensor.device, tensor.dtype
         self.storage: _Storage  # which `_write_storage` sets
 
     def unpack(self) -> torch.Tensor:
-        """Wait until the storage is read into new memory; return a tensor that lies in it as the saved one did."""
+        """Read the whole storage into new memory, and return a tensor that lies in it as the saved one did."""
         self.check()
         device, dtype = self.kind
         memory = torch.empty(self.storage.nbytes, dtype=torch.uint8, device=device)
@@ -164,14 +176,18 @@ class ActivationsOnPaths:
         self._device = device
         self._model = model
         self._host_bytes = parse_bytes("host_memory", host_memory)
+        # At least 1: a storage without bytes has nothing to write, or to read back.
         self._least_bytes = max(1, parse_bytes("least_bytes", least_bytes))
         self._weights: set[int] = set()  # storages of weights and buffers, by torch's `_cdata`
         self._written_storages: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._hooks: list[saved_tensors_hooks] = []  # of each context that is open; they may be nested
 
     def __enter__(self) -> ActivationsOnPaths:
-        """Allocate buffers, note which storages stay, and have autograd call `_pack` for what it saves."""
-        self._holder.check_open()
+        """Allocate buffers, note which storages stay, and have autograd call `_pack` for what it saves.
+
+        If the engine's opening was deferred, it is opened now.
+        """
+        self._holder.check_open()  # `open` alone would return an engine that has been closed
         self._holder.open().activations.allocate_buffers(self._host_bytes)
         self._weights = {
             shards.local(tensor).untyped_storage()._cdata
@@ -184,13 +200,13 @@ class ActivationsOnPaths:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Remove autograd's hooks, and release tiles that nobody will read."""
+        """Remove autograd's hooks, and release the tiles that are kept in buffers for the next write or read."""
         self._hooks.pop().__exit__(*exception)
-        if self._holder.engine_if_open is not None:
+        if self._holder.engine_if_open is not None:  # `__enter__` has opened it; for the type checker
             self._holder.engine_if_open.activations.release_tiles()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        """Return what autograd keeps in place of a tensor that it saves; its hook."""
+        """Return what autograd keeps in place of a tensor; the hook that it calls for each tensor that it saves."""
         on_paths = self._write_storage(tensor) if self._is_candidate(tensor) else None
         return on_paths or _Saved(tensor)
 
@@ -198,6 +214,7 @@ class ActivationsOnPaths:
         """Return whether a tensor that autograd saves may be written to the paths."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return False
+        # Such a tensor's values are not what its memory has, and the memory alone would be written.
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor._is_zerotensor():
             return False
         # In a transform of torch.func tensors have no memory of their own; those saved in backward are used at once.
@@ -206,25 +223,32 @@ class ActivationsOnPaths:
         if is_in_transform or is_in_backward:
             return False
         storage = tensor.untyped_storage()
+        # A parameter is no plain tensor, so it was refused above; a view of one is plain, whosever parameter it is.
         is_of_weight = storage._cdata in self._weights or isinstance(tensor._base, torch.nn.Parameter)
         if storage.nbytes() < self._least_bytes or is_of_weight:
             return False
+        # The whole storage is written: not worth it for a small view, unless it was written for another tensor.
         return storage._cdata in self._written_storages or storage.nbytes() <= MOST_AROUND * tensor.nbytes
 
     def _write_storage(self, tensor: torch.Tensor) -> _SavedOnPaths | None:
-        """Write a tensor's storage to the paths unless it has been written; return None if there is no room."""
+        """Write a tensor's storage to the paths, unless that was done for another tensor with the same content.
+
+        Returns:
+            What autograd keeps in place of the tensor; None if there is no room on the paths, so the tensor stays.
+        """
         activations = self._holder.engine.activations
         storage = tensor.untyped_storage()
         saved = _SavedOnPaths(tensor, activations)
-        shared = self._written_storages.get(storage._cdata)
-        if shared is not None and shared.is_of(tensor):
-            saved.storage = shared
+        earlier_storage = self._written_storages.get(storage._cdata)
+        if earlier_storage is not None and earlier_storage.is_of(tensor):
+            saved.storage = earlier_storage
         else:
+            # `tensor` keeps the memory alive until a device has copied it.
             written = activations.write(storage.data_ptr(), storage.nbytes(), tensor)
             if written is None:
                 return None
             saved.storage = self._written_storages[storage._cdata] = _Storage(tensor, saved.tensor, written)
-        shards.free_memory(saved.tensor)
+        shards.free_memory(saved.tensor)  # else the alias would keep the storage in memory until backward
         return saved
 
 

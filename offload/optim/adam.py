@@ -52,6 +52,7 @@ class OffloadedAdam(OffloadedOptimizer):
         is_decoupled = self.rule is ADAMW
         if group.get("decoupled_weight_decay", is_decoupled) != is_decoupled:
             raise ConfigError("state_dict", f"of {self._other_class}", f"load it into offload.{self._other_class}")
+        # Last, as it calls `_check_group`, which would refuse the same in words about the constructor.
         super()._check_saved_group(group)
 
     @property

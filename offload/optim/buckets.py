@@ -1,9 +1,9 @@
 """DDP's buckets of gradients: a communication hook that notes which buckets have been reduced.
 
-DDP leaves the mean over ranks to a communication hook. To get the same bits as without one, this hook does what DDP's
-reducer would (`mark_variable_ready_dense` in torch/csrc/distributed/c10d/reducer.cpp): it multiplies gradients by
-1/world; but gradients that lay in the bucket before, as with `gradient_as_bucket_view` when they accumulate, it
-divides by world.
+A DDP model with a communication hook leaves to the hook the sum over ranks, and the division by their number. To get
+the same bits as without a hook, this one divides as DDP's reducer would (`mark_variable_ready_dense` in
+torch/csrc/distributed/c10d/reducer.cpp). It multiplies gradients by 1/world. Only gradients that lay in the bucket
+before the pass are divided by world: with `gradient_as_bucket_view`, those that accumulate.
 
 DDP keeps a hook for good. The hook keeps no optimizer alive, and goes on reducing without one.
 """
@@ -64,6 +64,7 @@ class Buckets:
     """The buckets of one DDP model: the state of its hook.
 
     Args:
+        model: The DDP model. Its parameters get hooks that note where gradients lie, if that may matter for bits.
         hook: The user's own hook, which reduces instead of DDP; None for the mean.
         state: The first argument of the user's hook.
 
@@ -77,9 +78,9 @@ class Buckets:
         self._model = weakref.ref(model)
         self._group = model.process_group
         self.reductions: deque[Reduction] = deque()
-        # By id of the parameter: the storage in which its gradient lay before DDP put it into a bucket. Empty if that
-        # cannot matter: gradients never lie in buckets, or the number of ranks is a power of two, by which division
-        # and multiplication have the same bits.
+        # Address of the storage in which each gradient lay before DDP put it into a bucket, by id of the parameter.
+        # It says whether to divide or to multiply (see the module). Empty if that cannot matter: gradients never lie
+        # in buckets, or the number of ranks is a power of two, with which both have the same bits.
         self._storages: dict[int, int] = {}
         ranks = self._group.size()
         is_power_of_two = ranks & (ranks - 1) == 0
@@ -90,7 +91,7 @@ class Buckets:
                     register(partial(_note_storage, self._storages))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a copy of the model, or a pickled one, have no hook."""
+        """Make a copy of the model, pickled or deep, have None in place of these buckets: they are of one model."""
         return _return_nothing, ()
 
     def is_of(self, model: torch.nn.Module) -> bool:
@@ -105,6 +106,7 @@ class Buckets:
         """Start to reduce a bucket, note it if the listener listens, and return the future; DDP calls this hook."""
         buffer = bucket.buffer()
         bucket_begin = buffer.storage_offset()
+        # The bucket's gradients are views of `buffer`.
         places = [
             _Place(parameter, gradient.storage_offset() - bucket_begin, gradient.shape)
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -126,7 +128,9 @@ class Buckets:
     def _divide_by_ranks(
         self, buffer: torch.Tensor, parameters: list[torch.Tensor], gradients: list[torch.Tensor]
     ) -> None:
-        """Divide this rank's gradients by the number of ranks, or multiply by its inverse, as DDP's reducer would.
+        """Divide this rank's gradients by the number of ranks, with the bits of DDP's reducer.
+
+        Gradients that lay in the bucket before this pass are divided. All others are multiplied by the inverse.
 
         Args:
             buffer: The bucket.
@@ -150,7 +154,10 @@ class Buckets:
             self._storages |= {id(parameter): storage for parameter in parameters}
 
     def take_reduced(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield parameters of buckets that have been reduced since the last call, each with its gradient."""
+        """Yield parameters of buckets that have been reduced since the last call, each with its gradient.
+
+        Buckets come in their order: one that has not been reduced yet holds up those after it.
+        """
         while self.reductions and self.reductions[0].has_ended():
             reduced = self.reductions.popleft()
             flat = reduced.future.value().view(-1)
@@ -165,7 +172,8 @@ class Buckets:
 def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) -> Buckets:
     """Register the hook of `Buckets` with a DDP model, unless it is registered already; return the model's buckets.
 
-    `hook` and `state` are as for `Buckets`; in buckets that are registered, a hook replaces that given before.
+    `hook` and `state` are as for `Buckets`. In buckets that are registered already they replace those given before,
+    unless `hook` is None. Also hook the model's forward, to refuse a mean over fewer ranks (`_check_division`).
 
     Raises:
         ConfigError: It is no DDP model, or has another hook.
@@ -176,6 +184,7 @@ def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) 
     if getattr(model, "_use_python_reducer", False):
         combinations.COMPILED_REDUCTIONS.refuse("model", "compiled with its reductions")
     for _, registered in getattr(model, "_comm_hooks", ()):
+        # A copy of a model by `copy.copy` lists the hooks of its original, whose buckets are not the copy's.
         if isinstance(registered, Buckets) and registered.is_of(model):
             if hook is not None:
                 registered.hook, registered.state = hook, state
@@ -183,7 +192,7 @@ def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) 
     buckets = Buckets(model, hook, state)
     try:
         if getattr(model, "_comm_hooks", ()):  # torch refuses a second hook only after it has listed it
-            raise RuntimeError("it has a hook")
+            raise RuntimeError("it has a hook")  # as torch raises: caught below
         model.register_comm_hook(buckets, _reduce)
     except RuntimeError:
         combinations.HOOKED.refuse("model", "DistributedDataParallel")
@@ -192,11 +201,14 @@ def register_hook(model: torch.nn.Module, hook: CommHook | None, state: object) 
 
 
 def _check_division(model: Any, inputs: object) -> None:
-    """Refuse `join` with a mean over the ranks that still have data: the reducer leaves it to the hook, unsaid.
+    """Refuse DDP's `join` with `divide_by_initial_world_size=False`; a hook before each forward of the DDP model.
 
-    A user's own hook may know. DDP calls this before each forward; a function, as copies of the model have it, too.
+    That asks for a mean over the ranks that still have data. With a communication hook DDP's reducer leaves the
+    division to the hook, and does not say how many ranks those are. A user's own hook may know.
+
+    A function, not a method of `Buckets`, as copies of the model have this hook, too.
     """
-    divides_by_all = getattr(model, "_divide_by_initial_world_size", True)
+    divides_by_all = getattr(model, "_divide_by_initial_world_size", True)  # `join` sets it; before, there is none
     if model._join_config.enable and not divides_by_all:
         for _, buckets in getattr(model, "_comm_hooks", ()):
             if isinstance(buckets, Buckets) and buckets.hook is None:
@@ -204,7 +216,7 @@ def _check_division(model: Any, inputs: object) -> None:
 
 
 def _reduce(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, and finds strings
-    """Call `Buckets.reduce`; `state` is the buckets."""
+    """Call `Buckets.reduce`; `state` is the `Buckets`. The function that is registered with DDP."""
     return state.reduce(bucket)
 
 
@@ -214,7 +226,11 @@ def _only_value(reduced: torch.futures.Future[list[torch.Tensor]]) -> torch.Tens
 
 
 def _record_event(events: list[torch.Event], reduced: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    """Add an event after the reduction, on the current stream of torch's callback; return the reduced values."""
+    """Return a bucket's reduced values, and add an event after the reduction to `events`.
+
+    torch calls this with a stream as the current one that follows the reduction. The event is needed as the future
+    may be done before the device is.
+    """
     value = reduced.value()
     events.append(torch.accelerator.current_stream(value.device).record_event())
     return value
@@ -232,4 +248,4 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 
 def _return_nothing() -> None:
-    """Stand for `Buckets` in a copy of their model."""
+    """Return None, which stands for `Buckets` in a copy of their model."""

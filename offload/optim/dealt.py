@@ -1,9 +1,9 @@
-"""Dealt weights: sharded matrices that one rank each updates whole, from a copy beside the shards of all ranks.
+"""Dealt weights: sharded matrices, each updated whole by one rank, on a copy beside the shards of all ranks.
 
-Muon updates whole matrices, which cannot be done shard by shard. A `DTensor` of that kind is dealt to one rank of its
-mesh, its owner, which keeps a whole copy of the weight. Before a step ranks send their shards of gradients to owners,
-and after it owners send shards of the new weights back, by one exchange for each bucket of weights. Ranks that are
-not the owner have a copy without rows.
+Muon updates whole matrices, which cannot be done shard by shard. So each matrix that is a `DTensor` is dealt to one
+rank of its mesh, its owner, which keeps a whole copy of the weight. Before a step ranks send their shards of
+gradients to the owners. After it the owners send shards of the new weights back. Each way there is one exchange for
+each bucket of weights. Ranks that are not the owner have a copy without rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BUCKET_BYTES = 64 << 20
 
 NOTHING = 0
 UNUSABLE = 255
-"""Codes for no gradient, and for one that cannot be read; else the code is the dtype's plus 1."""
+"""Codes of a gradient that ranks exchange: there is none; it cannot be read. Any other code is 1 plus the dtype's."""
 
 Box = tuple[tuple[int, int], ...]
 """First index and size of a rank's shard, in each dimension."""
@@ -47,10 +47,11 @@ def _outside_autograd(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class DealtWeight:
-    """A weight, a `DTensor`, that was dealt to one rank.
+    """A weight, a `DTensor`, that was dealt to one rank. Each rank of the mesh has such a record.
 
     Attributes:
         owner_rank: Rank of the owner in the mesh.
+        is_own: Whether this rank is the owner.
         copy: The whole weight on its owner, no rows elsewhere.
         gradient: The whole gradient on its owner, no rows elsewhere; None if there is none.
     """
@@ -93,15 +94,18 @@ class DealtWeight:
         return whole[tuple(slice(first, first + size) for first, size in self._boxes[rank])]
 
     def numel_of(self, rank: int, *, once: bool = False) -> int:
-        """Return the elements of a rank's shard; with `once`, 0 if an earlier rank has the same shard."""
+        """Return the number of elements of a rank's shard.
+
+        With `once` it is 0 if an earlier rank has the same shard, as with replication: that rank sends it.
+        """
         if once and self._boxes.index(self._boxes[rank]) < rank:
             return 0
         return math.prod(size for _, size in self._boxes[rank])
 
     def reduce_to_code(self) -> int:
-        """Return this rank's gradient as a code: none, unusable, or its dtype.
+        """Return the code of this rank's gradient: `NOTHING`, `UNUSABLE`, or 1 plus its dtype's.
 
-        First reduces `.grad` if its placements are not the weight's, a collective.
+        If the placements of `.grad` are not the weight's, it is first replaced by one reduced to these: a collective.
         """
         gradient = self.parameter.grad
         if gradient is None:
@@ -135,14 +139,15 @@ class Dealt:
         self._group = mesh.get_group()
         self.ranks = mesh.size()
         self._rank = mesh.get_local_rank()
-        # Owner rank and work of each weight that was dealt, in that order.
+        # By weight that was dealt: its owner's rank, and the work of its update.
         self._works: dict[torch.Tensor, tuple[int, float]] = {}
         self.weights: dict[torch.Tensor, DealtWeight] = {}
 
     def assign_owners(self, works: Mapping[torch.Tensor, float]) -> dict[torch.Tensor, int]:
         """Choose an owner for each weight of `works`, and note the owner's work; alike on all ranks.
 
-        The weight with the most work comes first, and goes to the rank with the least, of all that were dealt.
+        Weights are dealt in the order of falling work, each to the rank that has the least work by then. Work of
+        earlier calls counts, too.
         """
         loads = [0.0] * self.ranks
         for rank, work in self._works.values():
@@ -162,7 +167,12 @@ class Dealt:
 
     @_outside_autograd
     def add(self, names: Mapping[torch.Tensor, str], owners: Mapping[torch.Tensor, int]) -> None:
-        """Make the copies of `DTensor`s that were dealt; a collective if there are any."""
+        """Make the owners' copies of `DTensor`s that were dealt; a collective if there are any.
+
+        Args:
+            names: The names of these weights.
+            owners: Owner ranks, as `assign_owners` has returned them; also of other weights.
+        """
         if not names:
             return
         boxes: list[Any] = [None] * self.ranks
@@ -197,14 +207,15 @@ class Dealt:
         _check_codes(codes_by_weight)
         changed = [weight for weight, is_stale in zip(weights, stale.any(0).tolist(), strict=True) if is_stale]
 
-        # An fp32 weight is its own master, so writes that version counters miss count, too: it is sent each time.
+        # An fp32 weight is sent each time: it is its own master, so a write that version counters miss counts, too.
         self._gather_copies([w for w in weights if w in changed or w.copy.dtype is torch.float32])
 
         if gradients:
-            for weight in weights:
+            for weight in weights:  # all of them, before new ones are made: those of the last step use as much memory
                 weight.gradient = None
             # By the first rank's code: after the check all ranks' are the same.
             with_gradients = [weight for weight, codes in codes_by_weight.items() if codes[0] != NOTHING]
+            # None of them is None, as their codes say; it is asked for the type checker.
             gradient_shards = {w: w.parameter.grad for w in with_gradients if w.parameter.grad is not None}
             for weight, whole in self._gather_to_owners(gradient_shards):
                 weight.gradient = whole
@@ -212,7 +223,7 @@ class Dealt:
 
     @_outside_autograd
     def scatter_copies(self) -> None:
-        """Send the owners' copies back to the shards of all ranks, after an update."""
+        """Send the owners' copies back to the shards of all ranks, after an update; these count as unchanged then."""
         for bucket in _buckets({weight: weight.parameter for weight in self.weights.values()}):
             # For each rank, its shards of the weights that this rank owns.
             pieces = [[w.piece(w.copy, rank) for w in bucket if w.is_own] for rank in range(self.ranks)]
@@ -237,7 +248,7 @@ class Dealt:
         return [(rank, text) for rank, text in enumerate(texts) if text is not None]
 
     def _gather_copies(self, weights: Iterable[DealtWeight]) -> None:
-        """Make the owners' copies anew from the shards of all ranks."""
+        """Make the owners' copies anew from the shards of all ranks; the shards count as unchanged from now on."""
         for weight, whole in self._gather_to_owners({weight: weight.parameter for weight in weights}):
             weight.copy.copy_(whole)
             weight.note_fresh()
@@ -245,15 +256,17 @@ class Dealt:
     def _gather_to_owners(
         self, tensors: Mapping[DealtWeight, torch.Tensor]
     ) -> Iterator[tuple[DealtWeight, torch.Tensor]]:
-        """Send shards of `DTensor`s to the weights' owners; yield each weight with the whole tensor, or no rows.
+        """Send shards of `DTensor`s to the owners; yield each weight with the whole tensor there, else without rows.
 
         Of ranks that have the same shard, as with replication, the first one sends it.
         """
         for bucket in _buckets(tensors):
             local = {weight: shards.local(tensors[weight].detach()) for weight in bucket}
             sent = [weight for weight in bucket if weight.numel_of(self._rank, once=True)]
+            # For each rank as the receiver, this rank's shards of the weights that the receiver owns.
             pieces = [[local[weight] for weight in sent if weight.owner_rank == rank] for rank in range(self.ranks)]
             owned = [weight for weight in bucket if weight.is_own]
+            # This rank receives from each rank its shards of all weights in `owned`, in that order.
             numels = [[weight.numel_of(rank, once=True) for weight in owned] for rank in range(self.ranks)]
             received = iter(self._exchange(pieces, numels, like=local[bucket[0]]))
             whole = {weight: weight.empty(local[weight].dtype) for weight in bucket}
@@ -268,9 +281,15 @@ class Dealt:
     def _exchange(
         self, pieces: list[list[torch.Tensor]], numels: list[list[int]], like: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Send `pieces[rank]` to each rank; return the pieces received, flat, rank after rank. Collective.
+        """Send pieces to all ranks, and receive theirs, by one all-to-all. Collective.
 
-        `numels[rank]` are the elements of each piece from a rank; `like` has the dtype and device of all pieces.
+        Args:
+            pieces: For each rank, the pieces to send to it.
+            numels: For each rank, the number of elements of each piece that it sends to this one.
+            like: A tensor with the dtype and device of all pieces.
+
+        Returns:
+            The pieces received, flat, rank after rank; on the mesh's type of device.
         """
         device = self._mesh.device_type
         item_bytes = like.element_size()
@@ -278,7 +297,7 @@ class Dealt:
         no_elements = torch.empty(0, dtype=like.dtype, device=like.device)  # as `cat` refuses an empty list
         sent = torch.cat([no_elements, *parts]).to(device)
         received = torch.empty(sum(map(sum, numels)), dtype=like.dtype, device=device)
-        torch.distributed.all_to_all_single(
+        torch.distributed.all_to_all_single(  # of bytes, so that no backend has to know the dtype
             received.view(torch.uint8),
             sent.view(torch.uint8),
             output_split_sizes=[item_bytes * sum(from_rank) for from_rank in numels],
@@ -300,7 +319,7 @@ def _check_codes(codes_by_weight: Mapping[DealtWeight, Sequence[int]]) -> None:
 
 
 def fail_together(dealt: Iterable[Dealt], error: Exception | None, close: Callable[[], object]) -> Exception | None:
-    """Tell the ranks of each mesh which of them have failed; collective over each mesh, in turn.
+    """Let all ranks of a mesh fail if one of them has; a collective over each mesh, in turn.
 
     Args:
         dealt: The weights that are dealt over each mesh.
@@ -308,8 +327,9 @@ def fail_together(dealt: Iterable[Dealt], error: Exception | None, close: Callab
         close: Called where some ranks of a mesh have failed, and others have not; where all have, nothing is closed.
 
     Returns:
-        The error for this rank to raise: its own, else one that names the first rank that failed, of which the ranks
-        of the next meshes hear, too. The caller raises it after all collectives: others wait in them for this rank.
+        The error for this rank to raise: its own, else one that names the first rank that failed; None if no rank of
+        its meshes has failed. It is returned, not raised, so that this rank takes part in the collectives over all
+        meshes: other ranks wait for it there, and hear of the error.
     """
     for dealt_over_mesh in dealt:
         failures = dealt_over_mesh.gather_failures(error)
@@ -323,7 +343,11 @@ def fail_together(dealt: Iterable[Dealt], error: Exception | None, close: Callab
 
 
 def _buckets(tensors: Mapping[DealtWeight, torch.Tensor]) -> Iterator[list[DealtWeight]]:
-    """Yield lists of weights whose tensors are exchanged at once: of one dtype; the same lists on all ranks."""
+    """Yield lists of weights whose tensors are exchanged at once: of one dtype, and of at least `BUCKET_BYTES`.
+
+    The last list of a dtype may be smaller. The lists are alike on all ranks, as the bytes of a `DTensor` are those
+    of the whole.
+    """
     by_dtype: dict[torch.dtype, list[DealtWeight]] = {}
     for weight, tensor in tensors.items():
         by_dtype.setdefault(tensor.dtype, []).append(weight)

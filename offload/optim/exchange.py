@@ -42,8 +42,8 @@ class Bucket(NamedTuple):
     Attributes:
         keys: What `Exchange.wait_for` is given to wait for this bucket.
         positions: The parameters of it that this rank's engine updates.
-        gather: Exchanges the weights over all ranks, given a mesh of the exchange's own, whose collectives work on
-            host memory: `all_gather` and `broadcast` copy there and back.
+        gather: A function that exchanges the weights over all ranks. It is given the exchange's own mesh, whose
+            collectives work on host memory: `all_gather` and `broadcast` copy there and back.
     """
 
     keys: Sequence[Hashable]
@@ -81,20 +81,20 @@ class Exchange:
         return self._thread is not None
 
     def agree_on_order(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return in which order ranks exchange things, each by its first place on any rank; a collective.
+        """Agree on the order in which ranks exchange things: by the least place of each on any rank. A collective.
 
         Args:
-            places: The place of each thing in this rank's order, or `UNUSED`.
+            places: The place of each thing in this rank's order, or `UNUSED`. All ranks list the same things.
 
         Returns:
-            Sorted rows of (first place, index into `places`).
+            The order, alike on all ranks: for each thing its least place, and its index into `places`.
         """
         first_places = torch.tensor(places, dtype=torch.int64, device="cpu")
         torch.distributed.all_reduce(first_places, op=torch.distributed.ReduceOp.MIN, group=self._group)
         return sorted(zip(first_places.tolist(), range(len(places)), strict=True))
 
     def begin(self, engine: Engine, buckets: Sequence[Bucket]) -> None:
-        """Begin to exchange the weights of a step.
+        """Begin to exchange the weights of a step, on a thread of its own.
 
         Args:
             engine: Updates this rank's part in a pending step; if no step is pending, this rank's step has failed.
@@ -104,7 +104,7 @@ class Exchange:
         self._latches = {key: latch for bucket, latch in zip(buckets, latches, strict=True) for key in bucket.keys}
         self._landed = {}
         if self._copies is not None:
-            self._copies.follow()
+            self._copies.follow()  # work that the caller has enqueued may still use the weights
         has_failed = not engine.is_pending
         arguments = (engine, buckets, latches, has_failed)
         self._thread = threading.Thread(target=self._run, args=arguments, name="offload-exchange", daemon=True)
@@ -113,31 +113,36 @@ class Exchange:
     def _run(
         self, engine: Engine, buckets: Sequence[Bucket], latches: Sequence[waits.Latch], has_failed: bool
     ) -> None:
-        """Exchange one bucket after the other, and with each whether a rank has failed; on the exchange's thread."""
+        """Exchange one bucket after the other, each once its updates have ended; on the exchange's thread.
+
+        With each bucket every rank also sends whether it has failed. `has_failed`: this rank's step did not begin.
+        """
         copies = self._copies
         try:
             with contextlib.nullcontext() if copies is None else copies.stream_is_current():
                 for bucket, latch in zip(buckets, latches, strict=True):
                     try:
+                        # The caller may have waited for the whole step already, on another stream than this one.
                         engine.wait_for(bucket.positions, on_any_stream=True)
                     except Exception as error:  # this rank takes part all the same: others wait in the collectives
                         self._error = self._error or error
+                    # The step may also have failed in an update that this bucket did not wait for.
                     has_failed |= self._error is not None or engine.broken is not None
                     bucket.gather(self._mesh)
-                    # A failed rank sends old weights: then those here are of two steps.
+                    # A failed rank sends old weights: then those on a rank that has not failed are of two steps.
                     failures = all_gather(torch.tensor([has_failed], dtype=torch.bool, device="cpu"), self._mesh)
                     self._has_mixed_weights |= bool(failures.any()) and not has_failed
                     if copies is not None:
                         self._landed |= dict.fromkeys(bucket.keys, copies.mark())
                     latch.set()
                 if copies is not None:
-                    copies.mark().synchronize()
+                    copies.mark().synchronize()  # `finish` waits for the end of this thread alone
         except Exception as error:  # of a collective: another rank has ended
             self._has_mixed_weights = True
             self._error = self._error or error
         finally:
-            for latch in latches:  # after an error: those who wait then raise it
-                if not latch.is_set():
+            for latch in latches:  # after an error some are not set: whoever waits for them goes on, and raises it
+                if not latch.is_set():  # a latch may be set only once
                     latch.set()
 
     def wait_for(self, keys: Iterable[Hashable]) -> None:
@@ -149,11 +154,11 @@ class Exchange:
         """
         if self._thread is not None:
             for key in keys:
-                latch = self._latches.get(key)
+                latch = self._latches.get(key)  # None: the key is in no bucket of this step
                 if latch is not None and not latch.is_set():
                     waits.wait_for(latch.wait, lambda: "weights that other ranks update")
                 landed = self._landed.get(key)
-                if landed is not None:
+                if landed is not None:  # None on the CPU, and where the exchange failed before
                     landed.synchronize()
             self._raise_failure()
 
@@ -162,11 +167,15 @@ class Exchange:
         thread = self._thread
         if thread is not None:
             waits.wait_for(_waiter_for_end(thread), lambda: "weights that other ranks update")
-            self._thread = None
+            self._thread = None  # also if the exchange has failed: it is over
             self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """Raise what has failed this exchange: this rank's own error once, another rank's from now on."""
+        """Raise the error of this exchange, if there is one.
+
+        This rank's own error is raised once. If another rank has failed, all calls raise from now on, as the weights
+        here stay a mixture of two steps.
+        """
         error = self._error
         self._error = None
         if self._has_mixed_weights:
@@ -176,9 +185,13 @@ class Exchange:
             raise error
 
     def close(self) -> None:
-        """End the exchange: send other ranks what they wait for, and wait only briefly for what they send."""
+        """End the exchange. What is under way may end in the background; wait for it at most `waits.QUIET_S` seconds.
+
+        So other ranks get what they wait for, while this one does not wait long for them.
+        """
         thread = self._thread
         self._thread = None
+        # Without a text for the log: this wait ends when the first warning would be due.
         has_ended = thread is None or waits.wait_for(_waiter_for_end(thread), lambda: "", waits.QUIET_S)
         if has_ended:  # else the thread still uses the group
             with contextlib.suppress(Exception):  # all groups may have been destroyed
@@ -227,6 +240,7 @@ def all_gather(flat: torch.Tensor, mesh: Any) -> torch.Tensor:
         sent = flat
         everyone = torch.empty(shape, dtype=flat.dtype, device=flat.device)
     else:
+        # A blocking copy, as the collective reads host memory and follows no stream.
         sent = _pinned_memory(flat.shape, flat).copy_(flat)
         everyone = _pinned_memory(shape, flat)
     torch.distributed.all_gather_into_tensor(everyone.view(-1), sent, group=mesh.get_group())
@@ -245,10 +259,10 @@ def broadcast(flat: torch.Tensor, owner: int, mesh: Any) -> None:
     if flat.device.type == mesh.device_type:
         torch.distributed.broadcast(flat, group_src=owner, group=group)
         return
-    for part in torch.split(flat, BUCKET_BYTES // flat.itemsize):
+    for part in torch.split(flat, BUCKET_BYTES // flat.itemsize):  # so that the pinned memory stays small
         on_host = _pinned_memory(part.shape, part)
         if mesh.get_local_rank() == owner:
-            on_host.copy_(part)
+            on_host.copy_(part)  # a blocking copy, as in `all_gather`
         torch.distributed.broadcast(on_host, group_src=owner, group=group)
         if mesh.get_local_rank() != owner:
             part.copy_(on_host, non_blocking=True)
@@ -260,10 +274,10 @@ def _pinned_memory(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _waiter_for_end(thread: threading.Thread) -> Any:
-    """Return a function that waits for a thread's end, some seconds at most, and returns whether it came."""
+    """Return a function for `waits.wait_for` that waits for a thread's end, and returns whether it has come."""
 
     def has_ended(pause_s: float) -> bool:
-        """Wait for the thread's end; called by `waits.wait_for`."""
+        """Wait for the thread's end, `pause_s` seconds at most; return whether it has come."""
         thread.join(min(pause_s, waits.SLICE_S))
         return not thread.is_alive()
 

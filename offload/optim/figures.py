@@ -1,4 +1,4 @@
-"""`StepFigures`: what optimizers over an engine, torch's and DeepSpeed's, say of their steps, and to whom."""
+"""`StepFigures`: metrics, predictions, timelines and reports of steps, for torch's optimizers and DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADLINES = (
 
 
 class StepFigures:
-    """Mixed into an optimizer, which calls `_begin_figures` as it is made, and `_report_step` when a step is over."""
+    """A mixin of optimizers, which call `_begin_figures` when made, and `_report_step` when a step is over."""
 
     _auto: AutoOverlap
     _is_reported = True  # whether the last step's time and metrics have been given to forecast and writers
@@ -48,7 +48,7 @@ class StepFigures:
 
     @property
     def _hidden_in(self) -> tuple[str, ...]:
-        """Where steps are hidden now: in "forward" (they go on into it), in "backward", in both or nowhere."""
+        """Where steps are hidden now: "forward" (they go on into it), "backward", both, or nothing."""
         raise NotImplementedError
 
     def _parameters(self) -> Iterable[torch.Tensor]:
@@ -70,7 +70,8 @@ class StepFigures:
             iteration = (forward_s, backward_s, self._iteration_s(forward_s, backward_s))
         figures = self._engine.metrics()
         parked = None
-        if self._engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:  # a moment after parking
+        # The engine is parked a moment before it has figures of that.
+        if self._engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:
             parked = int(figures[metrics.GIVEN_BACK_BYTES]), figures[metrics.PREDICTED_BACK_S]
         plan = self._engine.plan
         return PlanReport(
@@ -86,7 +87,10 @@ class StepFigures:
         )
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
-        """Return the predicted seconds of an iteration, with the step hidden as it is now."""
+        """Return the predicted seconds of an iteration, with the step hidden where `_hidden_in` says.
+
+        `forward_s` and `backward_s` are the seconds that forward and backward take by themselves.
+        """
         plan, rates = self._engine.plan, self._engine.rates
         hidden_in = self._hidden_in
         if "backward" in hidden_in:
@@ -124,10 +128,20 @@ class StepFigures:
         return figures
 
     def _hidden_figures(self, step_s: float, forward_s: float, backward_s: float) -> dict[str, float]:
-        """Return the metrics that only a hidden step has; `step_s` is the time it took."""
+        """Return the metrics that only a hidden step has.
+
+        Its hidden seconds are those in which lanes worked for it, less those in which the caller waited.
+
+        Args:
+            step_s: Seconds of the last step.
+            forward_s: Typical seconds of forward.
+            backward_s: Typical seconds of backward.
+        """
         waited_s = self._auto.pace.waited_s
+        # Without the engine thread, which is shown like a lane and is none.
         busy = (interval for interval in self._engine.last_step.work if interval.lane != ENGINE)
-        worked_s = max(step_s, covered_s(busy))  # the timeline has updates made in backward, too; `step_s` has not
+        # `step_s` lacks the updates that were made in backward; the timeline has them.
+        worked_s = max(step_s, covered_s(busy))
         return {
             metrics.FORWARD_S: forward_s,
             metrics.BACKWARD_S: backward_s,
@@ -230,7 +244,7 @@ class StepFigures:
 
     def _report_step(self) -> None:
         """Give the last step's time to the forecast, and its metrics to the writers that are due."""
-        self._is_reported = True
+        self._is_reported = True  # first: if a writer raises, the step is not reported a second time
         self._forecast.watch(self._engine.plan, self._engine.rates, self._engine.last_step.step_s)
         step = self._engine.step_number
         due_writers = [write for every, write in self._writers if step % every == 0]

@@ -1,4 +1,8 @@
-"""Folders of a framework or a loop that hold an optimizer's checkpoint, too: marked when whole, then mirrored."""
+"""Folders to which a framework or a loop saves, an optimizer's checkpoint among its files.
+
+A folder is marked as begun before anything is written to it, and as whole once all ranks have written to it. Then it
+is mirrored.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +20,31 @@ from offload.tiers import parse_place
 
 @contextlib.contextmanager
 def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
-    """Mark a folder as begun before a `with` block, and as whole after it.
+    """Mark a folder as begun before a `with` block; after it mark the folder as whole, and mirror it.
 
-    See `StatefulOptimizer.checkpoint_folder`.
+    If the block raises on a rank, the folder stays marked as begun. All ranks enter and leave the block together. See
+    `StatefulOptimizer.checkpoint_folder`.
     """
     folder = directory_of(folder)
     begin_folder(folder)
-    meeting = Meeting(folder)
+    meeting = Meeting(folder)  # made here, before a rank can fail in the block: that is a collective
     with optimizer.engine.checkpoints.keeping_all():  # the folder before stays whole until this one is
         try:
             yield
-            optimizer.wait_checkpoint()
+            optimizer.wait_checkpoint()  # a save in the block may go on after it
         except BaseException:
             meeting.note_failure()
             raise
-        meeting.wait()
+        meeting.wait()  # no collective: a rank that has failed would not come to it
         mark_folder(folder)
     mirror_folder(optimizer, folder)
 
 
 def directory_of(folder: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a folder: the working directory may have changed when it is whole.
+    """Return the absolute path of a folder, as the working directory may change before the folder is whole.
 
     Raises:
-        ConfigError: It is no directory's.
+        ConfigError: The folder is in a bucket, or its name cannot be a folder's.
     """
     open_folder(folder)  # raises if this cannot be a folder's name
     name = parse_place(os.fspath(folder)).name
@@ -58,7 +63,8 @@ def begin_folder(folder: str, belongs: Marker = ALONE) -> bool:
     Returns:
         Whether all ranks see the mark. If not, ranks have folders of their own on different file systems, none whole.
     """
-    any_rank(False)  # all ranks meet first: one whose peers have ended, as at a SIGTERM, must not change the mark
+    # All ranks meet first: a rank whose peers have ended, as at a SIGTERM, must not get as far as changing the mark.
+    any_rank(False)  # its result means nothing
     _on_first_rank(lambda: mark_begun(folder, belongs))
     return not any_rank(mark_of(folder) is not Mark.BEGUN)
 
@@ -81,7 +87,7 @@ def mark_folder(folder: str) -> None:
 def _on_first_rank(work: Callable[[], None]) -> None:
     """Do `work` on rank 0; the other ranks wait for that. If it fails, all ranks raise."""
     is_first = world()[1] == 0
-    do_nothing = tuple
+    do_nothing = tuple  # a callable that may be called without arguments
     on_all_ranks(work if is_first else do_nothing, other="rank 0 could not mark the folder; see what it says")
 
 

@@ -15,11 +15,11 @@ LITTLE = 0.25
 
 _log = logging.getLogger("offload")
 is_told = False
-"""Whether that has been logged in this process."""
+"""Whether the note has been logged in this process."""
 
 
 def tell_little(state_bytes: int, parameters: Iterable[torch.Tensor]) -> None:
-    """Log, once a process, that offloading saves little if state is small beside frozen weights, as with LoRA.
+    """If the state is small beside frozen weights, as with LoRA, log that offloading saves little; once a process.
 
     Args:
         state_bytes: Bytes of the optimizer's state on this rank.
@@ -30,7 +30,7 @@ def tell_little(state_bytes: int, parameters: Iterable[torch.Tensor]) -> None:
         return
     frozen_pieces = (shards.local(parameter) for parameter in parameters if not parameter.requires_grad)
     frozen_bytes = sum(piece.numel() * piece.element_size() for piece in frozen_pieces)
-    if 0 < state_bytes < LITTLE * frozen_bytes:
+    if 0 < state_bytes < LITTLE * frozen_bytes:  # 0: nothing trains here
         is_told = True
         _log.info(
             "there is little to offload: %s of optimizer state beside %s of frozen weights, which stay where they "

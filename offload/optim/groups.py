@@ -15,7 +15,7 @@ from offload.rules import items, number
 
 NOT_SAVED = ("param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 NOT_LOADED = ("params", *NOT_SAVED)
-"""Entries of a saved group that say nothing about this optimizer."""
+"""Entries of a saved group that are no hyperparameters of this optimizer: parameters, names, torch's own options."""
 
 HYPERPARAMETER_DEPTH = 4
 """How deeply a hyperparameter may be nested to be kept in a checkpoint."""
@@ -24,7 +24,7 @@ Group = Mapping[str, Any]
 
 
 class TorchOptions(TypedDict, total=False):
-    """Options of how torch's own optimizers run: accepted without effect, the last two only if not True."""
+    """Options of torch's own optimizers for how they run: accepted without effect, the last two only if not True."""
 
     foreach: bool | None
     fused: bool | None
@@ -33,7 +33,8 @@ class TorchOptions(TypedDict, total=False):
 
 
 def torch_defaults(kind: Any) -> Mapping[str, Any]:
-    """Return the entries of a group of one of torch's own optimizers, by its class; none for None."""
+    """Return the entries, with default values, that a group of torch's own class `kind` has; none for None."""
+    # Only an instance has them, and torch makes none without a parameter.
     return {} if kind is None else dict(kind([torch.empty(0, dtype=torch.float32, device="cpu")]).defaults)
 
 
@@ -54,7 +55,10 @@ def check_options(kind: str, options: Mapping[str, Any]) -> None:
 
 
 def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:
-    """Return every parameter with its name (made up of group and index if it has none) and its group's number."""
+    """Return every parameter with its name and its group's number.
+
+    If a group has no "param_names", its parameters' names are made up of the group's number and their index.
+    """
     named = []
     for group_number, group in enumerate(groups):
         given_names = group.get("param_names")
@@ -67,10 +71,10 @@ def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:
 def checked_groups(
     state_dict: Mapping[str, Any], groups: Sequence[Group], check: Callable[[Group], None]
 ) -> list[Group]:
-    """Return the groups of a state dict, after verifying that they match `groups`, and each by `check`.
+    """Return the groups of a state dict, after verifying that they match `groups`, the optimizer's own.
 
-    A saved group may lack values, as torch.distributed.checkpoint saves none of a group without parameters: `check`
-    gets this optimizer's values instead.
+    `check` is called with each saved group, and raises if its values cannot be used. A saved group may lack values,
+    as torch.distributed.checkpoint saves none of a group without parameters: `check` gets this optimizer's instead.
     """
     if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ConfigError("state_dict", sorted(state_dict), 'it needs a mapping "state" and a list "param_groups"')
@@ -113,9 +117,12 @@ def to_json(groups: Sequence[Group], ignored: Collection[str] = NOT_LOADED) -> l
 
 
 def _marked(value: Any) -> Any:
-    """Return a value as JSON takes it; a tensor of one element is marked, so that it is read as a tensor again."""
+    """Return a hyperparameter as JSON takes it.
+
+    A tensor of one element becomes {"tensor": number}: the mark says that it was a tensor. See `_from_plain`.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return {"tensor": +value.item()}  # of a bool 0 or 1; integers stay whole
+        return {"tensor": +value.item()}  # `+` makes a bool 0 or 1, and leaves other numbers as they are
     return _to_plain(value)
 
 
@@ -127,9 +134,15 @@ def from_json(
     check: Callable[[Group], None],
     ignored: Collection[str] = NOT_LOADED,
 ) -> list[dict[str, Any]]:
-    """Return the groups' hyperparameters from a checkpoint's metadata, after checks: a file may hold anything.
+    """Return the hyperparameters of all groups from a checkpoint's metadata, after checks: a file may hold anything.
 
-    `check` is called with each group as it would be; `path` and `kind` (the optimizer's) are for errors.
+    Args:
+        metadata: The checkpoint's.
+        path: The checkpoint's folder, for errors.
+        kind: The optimizer's name; the checkpoint must be of the same.
+        groups: The optimizer's groups.
+        check: Called with each group as it would be with the saved values; raises if they cannot be used.
+        ignored: Names of entries that are not loaded.
     """
     saved_groups = metadata.get("groups")
     if metadata.get("optimizer") != kind:
@@ -143,7 +156,7 @@ def from_json(
         )
     hyperparameters = []
     for group, saved in zip(groups, saved_groups, strict=True):
-        # Parameters are never saved: a group with some is damaged, which `_from_plain` says.
+        # Parameters are never saved. If a group has some, it is damaged: `_from_plain` raises for their name.
         names_to_load = [name for name in saved if name not in ignored or name == "params"]
         try:
             values = {name: _from_plain(name, saved[name], group.get(name)) for name in names_to_load}
@@ -165,18 +178,22 @@ def set_hyperparameters(groups: Sequence[dict[str, Any]], hyperparameters: Seque
 
 
 def is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
-    """Return whether JSON can hold a value; also a tensor of one element, which is marked as such there."""
+    """Return whether JSON can hold a value: None, a number, text, or sequences of these, nested at most `depth` deep.
+
+    NumPy's numbers are numbers, too, and so are tensors and arrays of one element.
+    """
     if value is None or isinstance(value, bool | int | float | str | np.bool_):
         return True
-    is_number = not isinstance(value, tuple | list) and not math.isnan(number(value))  # NaN for others
-    if is_number:  # of a class that `_to_plain` can convert
+    is_number = not isinstance(value, tuple | list) and not math.isnan(number(value))  # `number` is NaN for others
+    if is_number:  # one of any other class, say a Fraction, is not plain: `_to_plain` cannot convert it
         return isinstance(value, torch.Tensor | np.ndarray | np.number)
+    # A mapping or bytes is no sequence here, though it has a length and an index.
     elements = None if isinstance(value, Mapping | bytes) else items(value)
     return depth > 0 and elements is not None and all(is_plain(element, depth - 1) for element in elements)
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value, of which `is_plain` is true, as JSON takes it."""
+    """Return a value as JSON takes it: numbers as Python's, sequences as lists. `is_plain` is true of it."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -185,7 +202,10 @@ def _to_plain(value: Any) -> Any:
 
 
 def _from_plain(name: str, saved: Any, current: Any) -> Any:
-    """Return a saved hyperparameter, converted to the type of the group's current value."""
+    """Return a saved hyperparameter, converted to the type of the group's current value.
+
+    JSON has only lists and numbers, so `current` decides whether a value becomes a tuple, an array or a tensor.
+    """
     is_marked = isinstance(saved, dict) and saved.keys() == {"tensor"}
     value = saved["tensor"] if is_marked else saved
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -199,10 +219,13 @@ def _from_plain(name: str, saved: Any, current: Any) -> Any:
 
 
 def _tensor_like(current: torch.Tensor, name: str, value: Any, saved: Any) -> torch.Tensor:
-    """Return a value as a tensor of the current one's shape, dtype and device; errors show `saved`."""
+    """Return `value` as a tensor of the shape, dtype and device of `current`; refuse one of another shape.
+
+    `name` and `saved`, the value as the file has it, are for errors.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     advice = f"it is a tensor of shape {tuple(current.shape)} here"
-    if current.numel() == 1 and not is_number:
+    if current.numel() == 1 and not is_number:  # a tensor of one element was saved as a number: see `_marked`
         raise ConfigError(name, saved, advice)
     try:
         if current.numel() == 1:

@@ -23,7 +23,7 @@ log = logging.getLogger("offload")
 
 
 class OptimizerParts(Protocol):
-    """What the parts of an optimizer call of it."""
+    """The methods of an optimizer that its parts call."""
 
     def _open(self, config: OffloadConfig) -> None:
         """Describe the parameters, and open the engine with these settings by `EngineHolder.start`."""
@@ -70,18 +70,19 @@ class EngineHolder:
         return self.engine_if_open or self.open()
 
     def open(self) -> Engine:
-        """Return the engine; open it first if that was deferred.
+        """Return the engine; open it first if that was deferred. An engine that was closed is returned, too.
 
-        If it is opened here, backward has not shown yet what is free on the GPU. So no state is at home there, if the
-        settings leave that open.
+        If this opens it, backward has not shown yet how much of the GPU is free. So no state has its home there,
+        unless the settings say how much.
         """
         if self.engine_if_open is None and self.is_deferred and not self._closed:
             config = self.config.opened_early()
             if config is not self.config:
                 log.info("no state is at home on the GPU, as it is asked for before the first step")
-            self._owner._open(config)
+            self._owner._open(config)  # which calls `start`: that sets `engine_if_open`
         if self.engine_if_open is None:
             self.check_open()
+            # Not closed and not deferred: the optimizer's constructor has not come to opening it.
             raise ConfigError("optimizer", "not open", "use it between its constructor and close()")
         return self.engine_if_open
 
@@ -91,9 +92,12 @@ class EngineHolder:
             raise SessionBrokenError("the session is closed; make a new optimizer to go on")
 
     def open_after_backward(self) -> None:
-        """Open the engine if that was deferred, as backward has shown by now how much of the GPU is free."""
+        """Open the engine if that was deferred, as backward has shown by now how much of the GPU is free.
+
+        After `close` this does nothing.
+        """
         if not self._closed:
-            # Nobody uses this mark: while a CUDA graph is captured it raises, before anything has changed.
+            # Nobody uses the mark. While a CUDA graph is captured, making one raises, before anything has changed.
             self.device.mark(DeviceLane.CALLER, timed=False)
             if self.engine_if_open is None:
                 self._owner._open(self.config)
@@ -104,7 +108,7 @@ class EngineHolder:
         `gradient_slots`: whether the engine provides memory for gradients.
         """
         self._close_device.detach()  # as the engine closes the device, also where opening fails
-        self._closed = True  # until the engine is open
+        self._closed = True  # until the engine is open: if that fails, this holder can open none any more
         config = dataclasses.replace(config, shard=False)  # `parameters` describe this rank's pieces already
         self.engine_if_open = Engine(
             parameters, config, gradient_slots=gradient_slots, device=self.device, rule=self.rule, limits=self._limits

@@ -1,7 +1,7 @@
-"""The rest of a model, which optimizer state does not give: buffers, frozen weights, weights of other optimizers.
+"""What a checkpoint has of a model beside the optimizer's state: buffers, frozen weights, other optimizers' weights.
 
-It is saved beside the state and restored with it. Frozen weights are not copied but read where they lie while
-training goes on; all else, which training may change, is copied when the save begins.
+This rest of the model is saved with the state and restored with it. Frozen weights are not copied, but read where
+they lie while training goes on. All else, which training may change, is copied when the save begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from offload.tiers.place import Folder, raising_checkpoint_error
 Form = tuple[str, str, list[int]]
 """Name, dtype and shape of a frozen weight; of this rank's shard, if it is sharded."""
 Place = list[list[int]]
-"""Sizes of a sharded tensor in each dimension, first indices of this rank's shard, and the shard's sizes."""
+"""Where a rank's shard lies in a sharded tensor. Three lists, with a number for each dimension: the sizes of the
+whole tensor, the shard's first indices, the shard's sizes."""
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,7 +44,10 @@ def _form(name: str, tensor: torch.Tensor) -> Form:
 
 
 def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
-    """Return the places of sharded tensors. One that is only partial has none: its ranks' elements are summands."""
+    """Return the places of the sharded tensors among these, by name.
+
+    A `DTensor` that is only replicated or partial has none: each rank has a value, or a summand, of every element.
+    """
     places: dict[str, Place] = {}
     for name, tensor in tensors.items():
         kinds: Any = getattr(tensor, "placements", ())
@@ -54,7 +58,7 @@ def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
 
 
 def _describe(place: Place | None) -> str:
-    """Return in words which elements a rank has; None: all."""
+    """Return in words, for errors, which elements a rank has; a place of None stands for all."""
     if place is None:
         return "all elements"
     whole, firsts, sizes = place
@@ -63,19 +67,20 @@ def _describe(place: Place | None) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's content; a view of its memory if that is contiguous in host memory."""
+    """Return a tensor's content as bytes: a view of its memory if it is contiguous in host memory, else a copy."""
     elements: Any = shards.content(tensor).numpy()
     return memoryview(elements)
 
 
 @dataclass(frozen=True)
 class ModelRest:
-    """The part of a model that is not the optimizer's.
+    """The part of a model that is not the optimizer's. Names are those in the bare model, without wrappers.
 
     Attributes:
-        copied: Values that training may change, by name, as in `state_dict`.
-        places: The parameters and buffers among them, to be restored in place; others are modules' extra state.
-        frozen: Weights that want no gradient, by name.
+        copied: Values of `state_dict` that training may change, by name.
+        places: The parameters and buffers among `copied`, which are restored in place. All else is modules' extra
+            state.
+        frozen: Weights that want no gradient, by name; not in `copied`.
         versions: Torch's version counts of the frozen weights, which show afterwards whether they were changed.
     """
 
@@ -86,14 +91,14 @@ class ModelRest:
 
     @classmethod
     def of(cls, model: torch.nn.Module, own: Collection[torch.Tensor]) -> ModelRest:
-        """Find what of a model's `state_dict` the optimizer's checkpoint does not hold; nothing is copied.
+        """Find what the optimizer's checkpoint lacks of a model's `state_dict`; nothing is copied.
 
         Args:
             model: The model, or a wrapper of it.
             own: The optimizer's parameters, whose weights its state gives.
 
         Raises:
-            ConfigError: It is no module, or FSDP1's, whose `state_dict` gathers all shards.
+            ConfigError: `model` is no module, or FSDP1 has sharded it: then `state_dict` would gather all shards.
         """
         if not isinstance(model, torch.nn.Module):
             raise ConfigError("model", type(model).__name__, "give a torch.nn.Module, or leave it out")
@@ -118,7 +123,7 @@ class ModelRest:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers."""
+        """All parameters and buffers of this rest, by name."""
         return {**self.places, **self.frozen}
 
     @property
@@ -131,10 +136,11 @@ class ModelRest:
         return replace(self, copied={name: _copy(value) for name, value in self.copied.items()})
 
     def write(self, folder: Folder, id: str, rank: int, extra: bytes | None) -> bytes:
-        """Write frozen weights to a file that is named by the checkpoint's `id` and `rank`; return bytes of all else.
+        """Write frozen weights to a file of the checkpoint; return all else as bytes, for `SavedRest.read`.
 
-        The bytes are a line of JSON, `extra` (the caller's own bytes, if there are any), and the other values as
-        `torch.save` writes them. If this fails, the file is deleted.
+        The file's name has the checkpoint's `id` and `rank`. The bytes are a line of JSON that describes the weights
+        in the file, then `extra` (the caller's own bytes, if any), then `copied` as `torch.save` writes it. If this
+        fails, the file is deleted.
 
         Raises:
             CheckpointError: The file cannot be written, or a frozen weight was changed meanwhile.
@@ -157,7 +163,11 @@ class ModelRest:
         return json.dumps(head).encode() + b"\n" + (extra or b"") + copied.getvalue()
 
     def _write_frozen(self, folder: Folder, file: str) -> int:
-        """Write frozen weights to a file; return its digest. Raises if they were changed since `of` was called."""
+        """Write frozen weights to a file, one after another, and return the file's digest.
+
+        Raises:
+            CheckpointError: A weight was changed since `of` was called, so the file may have some of its new values.
+        """
         digest = 0
 
         def pieces() -> Iterator[memoryview]:
@@ -190,10 +200,10 @@ class SavedRest:
         path: The checkpoint's folder.
         file: The file with frozen weights.
         extra: The caller's own bytes; None if there were none.
-        frozen: The weights in the file, in order.
+        frozen: Forms of the weights in the file, in their order.
         places: The places of all sharded tensors; None if they are not known, as in files of earlier versions.
-        digest: The file's.
-        content: All but frozen weights, as `torch.save` wrote it.
+        digest: Checksum of the file.
+        content: `ModelRest.copied`, as `torch.save` wrote it.
     """
 
     path: str
@@ -209,7 +219,7 @@ class SavedRest:
         """Parse the bytes that `ModelRest.write` has returned.
 
         Raises:
-            CheckpointError: It has not returned them: they are damaged.
+            CheckpointError: The bytes are damaged.
         """
         head, _, content = written.partition(b"\n")
         try:
@@ -243,10 +253,12 @@ class SavedRest:
         return CheckpointError(f"{os.path.join(self.path, self.file)} is damaged: its checksum is another one")
 
     def check(self, rest: ModelRest, *, weights_only: bool) -> dict[str, Any]:
-        """Verify that a model has these tensors, and no others; return the values of those that are not frozen.
+        """Verify that a model has the tensors that were saved, and no others; return the values that were copied.
+
+        Names, dtypes, shapes, and for sharded tensors this rank's elements have to be the same.
 
         Raises:
-            CheckpointError: It has others, or they cannot be read.
+            CheckpointError: The model has other tensors, or the values cannot be read.
         """
         try:
             copied: dict[str, Any] = torch.load(io.BytesIO(self.content), weights_only=weights_only)
@@ -255,6 +267,7 @@ class SavedRest:
         here = {name: _form(name, _local(tensor.detach())) for name, tensor in rest.tensors.items()}
         saved = {name: _form(name, value) for name, value in copied.items() if isinstance(value, torch.Tensor)}
         saved |= {name: (name, dtype, shape) for name, dtype, shape in self.frozen}
+        # `here` and `saved` have the forms of tensors; modules' extra state is only in `copied` and `rest.copied`.
         missing_here = [name for name in (*copied, *saved) if name not in rest.copied and name not in here]
         not_saved = [name for name in (*rest.copied, *here) if name not in copied and name not in saved]
         if missing_here or not_saved:
@@ -282,7 +295,12 @@ class SavedRest:
         return copied
 
     def restore(self, model: torch.nn.Module, rest: ModelRest, copied: Mapping[str, Any]) -> None:
-        """Restore a model: read frozen weights, in place where possible, and copy `check`'s values to the rest.
+        """Restore a model: read the frozen weights from their file, and copy the other values.
+
+        Args:
+            model: The model.
+            rest: Its tensors, which are written to in place.
+            copied: What `check` has returned.
 
         Raises:
             CheckpointError: The file is damaged; weights may have been replaced in part.
@@ -298,7 +316,9 @@ class SavedRest:
             model.load_state_dict(others, strict=False)  # all other names were restored above
 
     def _read_frozen(self, targets: Sequence[torch.Tensor]) -> None:
-        """Read the file with frozen weights into tensors, through a buffer where they are not in host memory.
+        """Read the file with frozen weights into `targets`, one for each weight in the file, in order.
+
+        A target that is contiguous in host memory is read in place; others through a copy of their size.
 
         Raises:
             CheckpointError: The file is damaged; some weights may have been replaced.
@@ -310,7 +330,7 @@ class SavedRest:
             for target in targets
         ]
         pieces = [_bytes(tensor) for tensor in read_to]
-        if pieces:
+        if pieces:  # else the file is empty, and its digest 0
             open_folder(self.path).read_into(self.file, pieces)
         digest = 0
         for piece in pieces:

@@ -22,7 +22,7 @@ from offload.rules import ADAMW, MUON, UpdateRule, flag, not_negative
 log = logging.getLogger("offload")
 
 KINDS = (MUON, ADAMW)
-"""The rules of a group's parameters: the engine has a group for each."""
+"""The two rules of a group's parameters. For each of the optimizer's groups the engine has two, one for each rule."""
 
 
 class Muon(OffloadedOptimizer):
@@ -82,6 +82,7 @@ class Muon(OffloadedOptimizer):
         muon: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         muon |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"adamw_lr_ratio": adamw_lr_ratio, "betas": betas, "adamw_eps": adamw_eps}
+        # Before the base's constructor, which uses these.
         self._has_warned_of_names = False
         self._exact_names: frozenset[str] = frozenset()  # parameters whose names match `exact_names`
         self._matched_count = 0  # how many parameters there were when that was computed
@@ -110,17 +111,19 @@ class Muon(OffloadedOptimizer):
                 super()._add(parameters)
         except BaseException:
             engine = self._holder.engine_if_open
-            # An interrupted addition may have reached the engine: then the next call binds the parameters.
+            # If the engine has more parameters than are bound, it has these, and an interrupt came before they were
+            # bound: they stay dealt, for the next call.
             if engine is None or len(engine.plan.layout.parameters) == len(self._weights.bound):
                 self._weights.undo_deal(parameters)
             raise
 
     @contextlib.contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
-        """If a `with` block fails on some ranks only (for want of room, say), close the optimizer on all of them.
+        """Make a `with` block that fails on one rank fail on all of them.
 
-        Ranks that failed raise their own errors, the others name the first that failed. The end of the block is a
-        collective over the ranks to which matrices are dealt.
+        A rank whose block failed raises its own error, the others one that names the first rank that failed. If the
+        block failed on some ranks only (for want of room, say), the optimizer is closed on all of them, as ranks go
+        on together or not at all. The end of the block is a collective over the ranks to which matrices are dealt.
         """
         error: Exception | None = None
         try:
@@ -132,8 +135,11 @@ class Muon(OffloadedOptimizer):
             raise error
 
     def _bind_new_parameters(self) -> None:
-        """Bind thawed parameters; refuse sharded ones with gradients on some ranks only, as all ranks deal them."""
-        self._holder.check_open()
+        """Bind parameters that were frozen before, and have a gradient.
+
+        Sharded ones are dealt by all ranks together, so one with a gradient on some ranks only is refused.
+        """
+        self._holder.check_open()  # a closed rank must not begin a collective that others take for another one
         bound = self._weights.bound
         new = [p for p in self._parameters() if p.requires_grad and p not in bound and shards.is_dtensor(p)]
         if new:
@@ -147,7 +153,7 @@ class Muon(OffloadedOptimizer):
         by_mesh: dict[str, list[torch.Tensor]] = {}
         for parameter in parameters:
             mesh = self._mesh_of(parameter, name_of[parameter])
-            if mesh is not None:
+            if mesh is not None:  # else each rank has all of it
                 group_name = mesh.get_group().group_name
                 meshes.setdefault(group_name, mesh)
                 by_mesh.setdefault(group_name, []).append(parameter)
@@ -163,10 +169,14 @@ class Muon(OffloadedOptimizer):
                     raise ConfigError(f"gradient of {name_of[parameter]}", "not on all ranks", advice)
 
     def _deal(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Deal matrices that are cut over ranks to these ranks, by the work of their updates."""
+        """Deal the matrices among these parameters to ranks, mesh by mesh, so that ranks have about the same work.
+
+        A matrix is dealt if ranks share it: a `DTensor` over its own mesh, a plain one with `shard` over all ranks.
+        """
         labels = names(self.param_groups)
         name_of = {parameter: name for parameter, name, _ in labels}
         group_of = {parameter: group for parameter, _, group in labels}
+        # By name of the mesh's process group: the mesh, and the work of the update of each matrix dealt over it.
         meshes: dict[str, Any] = {}
         works: dict[str, dict[torch.Tensor, float]] = {}
         for parameter in parameters:
@@ -175,7 +185,7 @@ class Muon(OffloadedOptimizer):
                 continue
             is_dtensor = shards.is_dtensor(parameter)
             mesh = self._mesh_of(parameter, name) if is_dtensor else self._weights.rows_over
-            if mesh is not None:
+            if mesh is not None:  # None, too, for a plain one without `shard`
                 group_name = mesh.get_group().group_name
                 meshes[group_name] = mesh
                 works.setdefault(group_name, {})[parameter] = MUON.work(parameter.shape)
@@ -183,26 +193,32 @@ class Muon(OffloadedOptimizer):
             self._weights.deal(mesh, works[group_name], name_of)
 
     def _mesh_of(self, parameter: Any, name: str) -> Any:
-        """Return the mesh over which a `DTensor` is dealt; None if each rank has all of it.
+        """Return the mesh over which a `DTensor` is dealt; None if each rank has all of it, so that it is not dealt.
 
-        Refuses settings that dealt matrices do not go with.
+        Refuses settings and hooked models that dealt matrices do not go with.
         """
         if parameter.device_mesh.size() == 1 or all(kind.is_replicate() for kind in parameter.placements):
             return None
         self._given_config.check_dealt()
         overlap = self._holder.config.overlap
         combinations.DEALT_FORWARD.check("overlap", overlap)
-        if self._overlap.models:
+        if self._overlap.models:  # `overlap_forward` has hooked a model, which other settings allow
             combinations.DEALT_FORWARD.refuse("overlap", overlap)
         return shards.dealing_mesh(parameter.device_mesh, name)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule]:
-        """Return the engine's group of a parameter, of which it has one for each group and rule, and its rule."""
+        """Return the number of a parameter's group in the engine, and its rule.
+
+        The optimizer's group `group` is the engine's groups `2 * group` (matrices) and `2 * group + 1` (all else).
+        """
         rule = MUON if self._is_matrix(parameter, name, group) else ADAMW
         return len(KINDS) * group + KINDS.index(rule), rule
 
     def _is_matrix(self, parameter: torch.Tensor, name: str, group: int) -> bool:
-        """Return whether Muon updates a parameter; warn, once, if parameters have no names to tell."""
+        """Return whether Muon updates a parameter: if it has two dimensions, unless its group or name says otherwise.
+
+        Warn, once, if parameters have no names by which embeddings could be told.
+        """
         if parameter.dim() != 2 or not flag(self.param_groups[group], "use_muon"):
             return False
         patterns = self._holder.config.exact_names
@@ -221,7 +237,7 @@ class Muon(OffloadedOptimizer):
         return name not in self._exact_names
 
     def _values(self) -> list[Any]:
-        """Return the hyperparameters of the engine's groups: two for each of the optimizer's, as in `KINDS`."""
+        """Return the hyperparameters of the engine's groups: for each of the optimizer's, Muon's and then AdamW's."""
         return [values for group in self.param_groups for values in self._values_of(group)]
 
     def _values_of(self, group: Group) -> tuple[Any, Any]:
@@ -238,4 +254,5 @@ class Muon(OffloadedOptimizer):
         super()._check_group(group)
         _, adamw = self._values_of(group)
         self._check_values(ADAMW, adamw)
+        # Betas that no training should begin with: callers ask that of the optimizer's rule alone, which is Muon's.
         ADAMW.check({**self.defaults, **group})

@@ -51,6 +51,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
     """The base class of this package's optimizers; use one of those."""
 
     limits = Limits()
+    """Sizes and times of the session that only tests change."""
 
     def __init__(
         self,
@@ -59,6 +60,16 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         offload: OffloadConfig | Mapping[str, Any] | None,
         options: TorchOptions | None = None,
     ) -> None:
+        """Make the optimizer's parts, choose the route of gradients, and open the engine, unless that is deferred.
+
+        A collective with `shard` on several ranks, which compare their weights.
+
+        Args:
+            params: Parameters or groups, as for torch's optimizers.
+            defaults: Hyperparameters of groups that do not give them.
+            offload: The settings as the user gave them; None for the defaults.
+            options: torch's options such as `foreach`; only checked.
+        """
         check_options(self.kind, options or {})
         self._given_config = config = parse_config(offload)
         owner = weakref.proxy(self)  # so that the holder does not keep the optimizer alive
@@ -67,7 +78,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         parameters = [*self._parameters()]
 
         world_size, rank = ranks.world()
-        holder.config = config.for_rank(rank) if world_size > 1 else config  # own folders on paths
+        holder.config = config.for_rank(rank) if world_size > 1 else config  # with this rank's own folders on paths
         # `gradient_memory` becomes a number of bytes, or None if all gradients fit.
         pieces = (shards.local(parameter) for parameter in parameters if parameter.requires_grad)
         holder.config = with_gradients(holder.config, ((piece.numel(), piece.itemsize) for piece in pieces))
@@ -75,16 +86,18 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         holder.set_device(self._find_device(parameters))
         if config.shard and world_size > 1:  # each rank updates some rows of every weight
             trainable = {name: p for p, name, _ in names(self.param_groups) if p.requires_grad}
-            other = ranks.rank_with_other_weights(trainable)
-            if other is not None:
-                combinations.REPLICAS_OF_SOME.refuse("shard", True, rank=rank, other=other)
+            other_rank = ranks.rank_with_other_weights(trainable)
+            if other_rank is not None:
+                combinations.REPLICAS_OF_SOME.refuse("shard", True, rank=rank, other=other_rank)
+            # No `required_device`: no weight lies on a CPU or accelerator, so any kind of device will do.
             self._weights.rows_over = shards.mesh_of_all(getattr(self._weights.required_device, "type", "cpu"))
 
         self._scaling = Scaling()
         self._group_of: dict[torch.Tensor, int] = {}  # the number of each bound parameter's group
         self._members: list[list[int]] = []  # ids of all groups' parameters as they were checked last
         self._route = choose_route(holder, self._weights, self._scaling, self._overlap, parameters)
-        # The announcer refers to the optimizer weakly. `_values` is the class's: a bound method would keep it alive.
+        # The announcer must not keep the optimizer alive. It refers to it weakly, and gets the function `_values` of
+        # the class: the optimizer's own bound method would be a strong reference.
         self._announcer = Announcer(self, type(self)._values, self._weights, self._overlap.pace)
         self._route.announcer = self._announcer
         self._auto = AutoOverlap(self._overlap.pace)
@@ -93,21 +106,28 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         self._training_thread = threading.get_ident()  # the thread that took the last step
 
         if holder.is_deferred:
-            self._route.widen(parameters)  # as `_open` does, which comes only after the first backward here
+            self._route.widen(parameters)  # now, for the first backward pass: `_open` would do it only after that
         else:
             self._open(holder.config)
 
     def _kept_as(self, parameter: torch.Tensor, name: str, group: int) -> tuple[int, UpdateRule | None]:
-        """Return the engine's group of a parameter in torch's group `group`, and its rule if it has its own.
+        """Return how the engine keeps a parameter: the number of its group there, and its rule.
 
-        Here the engine's groups are torch's; optimizers whose parameters differ in their rules override this.
+        Here the engine's groups are torch's, and all parameters have the optimizer's rule, which None stands for.
+        Optimizers whose parameters differ in their rules override this.
+
+        Args:
+            parameter: The parameter.
+            name: Its name.
+            group: The number of its group in `param_groups`.
         """
         return group, None
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device:
-        """Return the device that all weights lie on; tests replace this."""
+        """Return the accelerator that all weights lie on, or `NoDevice` for host memory; tests replace this."""
         torch_device = self._weights.required_device
         if torch_device is not None and torch_device.type in BACKENDS:
+            # Imported here, as it imports what drives a GPU, which an optimizer on the CPU does without.
             from offload.device.accelerator import AcceleratorDevice
 
             return AcceleratorDevice(torch_device)
@@ -122,7 +142,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             # Frozen parameters, too: they may be thawed.
             self._route.widen(self._parameters())
             self._attach(trainable, descriptions)
-        tell_little(self.engine.plan.state_bytes, self._parameters())
+        tell_little(self.engine.plan.state_bytes, self._parameters())  # a note in the log, if offloading saves little
 
     def reopen(self) -> None:
         """Begin anew with the parameters that groups have now, after a framework has replaced the earlier ones.
@@ -140,11 +160,12 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             return
         if self._state.has_updates:
             self._check_new_parameters(replaced)
+        # torch's dicts of the user's hooks, such as `_optimizer_step_pre_hooks`.
         torch_hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
         self.close()
         # Not the subclass's constructor: the groups have its hyperparameters already.
         OffloadedOptimizer.__init__(self, self.param_groups, self.defaults, self._given_config)
-        vars(self).update(torch_hooks)  # which the constructor has replaced by empty ones
+        vars(self).update(torch_hooks)  # the constructor has replaced these dicts by empty ones
 
     def last_micro_step(self, is_last: bool | Callable[[], bool] | None) -> None:
         """Say whether backward passes from now on are the last before a step, for updates during backward.
@@ -159,10 +180,13 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         self._announcer.is_last_pass = is_last if is_last is None or callable(is_last) else lambda: is_last
 
     def _choose_overlap(self) -> None:
-        """With `overlap="auto"`, after each step: choose where steps are hidden; after some steps a collective."""
+        """Let `AutoOverlap` count a step and, after some steps, choose where the next ones are hidden.
+
+        Called after each step with `overlap="auto"`. Where it chooses, it is a collective.
+        """
         device = self._weights.required_device or torch.device("cpu")
-        # Weights lie in a file as memory is too small for them; it is too small for images of them, too, which
-        # updates in backward need.
+        # Updates in backward need images of the weights in host memory. Weights in a file are there because memory is
+        # too small for them, so it is too small for the images, too.
         in_backward = self._route.allows_updates_in_backward and not self._weights.are_in_file
         in_forward = bool(self._overlap.models)
         self._auto.after_step(self.engine, self._weights.groups, device, forward=in_forward, backward=in_backward)
@@ -182,20 +206,24 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        is_constructed = self._weights.required_device is not None  # else torch's constructor calls this
+        # torch's constructor calls this for each group, before ours has set the device.
+        is_constructed = self._weights.required_device is not None
         try:
             self._check_last_group()
             if is_constructed:
                 check_gradients_arrive_reduced(self._holder.config, group["params"])
+            # Without an engine `_open` will add the group's parameters with all others.
             if self._holder.engine_if_open is not None:
-                bound = self._weights.bound  # may have some of them, after an interrupted call
+                bound = self._weights.bound  # has some of the group's parameters, if an earlier call was interrupted
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
             if is_constructed:  # else the constructor does it for all
                 self._route.widen(group["params"])
         except BaseException:  # an interrupt, too
             self.param_groups.pop()
-            if is_constructed:
-                for parameter in group["params"]:  # which the engine may have already, and updates never
+            if is_constructed:  # else `_group_of` has not been made yet
+                # The engine may have these parameters already. In no group they are never updated, and
+                # `_check_groups` must not miss them in a group.
+                for parameter in group["params"]:
                     self._group_of.pop(parameter, None)
             raise
 
@@ -205,8 +233,8 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         if torch.is_inference_mode_enabled():
             advice = "make optimizers and add groups outside of it: tensors made in it have no version counter"
             raise ConfigError("params", "torch.inference_mode()", advice)
-        self.rule.check(group)
-        self._check_group(group)
+        self.rule.check(group)  # what no training should begin with; a schedule may exceed these limits later
+        self._check_group(group)  # what cannot be computed, or stored in the state's format
         if len(set(group["params"])) != len(group["params"]):
             advice = "give each parameter once: it has one update a step"
             raise ConfigError("params", "a parameter twice in one group", advice)
@@ -217,10 +245,14 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
                     check_parameter(parameter, name, self._weights.required_device)
 
     def _add(self, parameters: list[torch.Tensor]) -> None:
-        """Add parameters to the engine, unless an interrupted call has done so, and bind them."""
+        """Add parameters to the engine, and bind them.
+
+        The engine may have them already: an earlier call that was interrupted has added them, and not bound them.
+        """
         descriptions = self._weights.describe(self.param_groups, parameters, self._kept_as)
-        # An interrupted addition may have reached the engine, and not `self._weights.bound`.
+        # `bound` has the engine's parameters in the engine's order, so any that are not bound are its last.
         engine_only = self.engine.plan.layout.parameters[len(self._weights.bound) :]
+        # Usually the engine has none that are not bound. If it has others than these, `_attach` raises.
         if engine_only != descriptions:
             self.engine.add(descriptions)
         self._attach(parameters, descriptions)
@@ -229,6 +261,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         """Bind parameters, which are the engine's last ones, hook their gradients, and write their start values."""
         bound = self._weights.bound
         engine_count = len(self.engine.plan.layout.parameters)
+        # `bind` numbers parameters by those that are bound, so the engine must have no others.
         is_complete = len(bound) + len(parameters) == engine_count
         invariant(is_complete, "parameters that were interrupted while they were added")
         self._route.widen(parameters)
@@ -241,27 +274,32 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         self._group_of.update((parameter, group_of[parameter]) for parameter in parameters)
 
     def _check_ranks(self) -> None:
-        """Refuse settings that depend on the number of ranks if there are more than when the optimizer was made."""
-        made_by, _ = self._made_by
-        count, _ = ranks.world()
+        """Refuse settings that need to know all ranks, if a process group was made after the optimizer.
+
+        These are `shard`, and the two settings by which gradients leave `.grad` in backward (`keep_grads=False`,
+        `gradient_memory`).
+        """
+        world_size_then, _ = self._made_by
+        world_size_now, _ = ranks.world()
         config = self._holder.config
-        if count > made_by and (config.shard or not config.keeps_grads):
-            gradients = "keep_grads" if config.gradient_memory is None else "gradient_memory"
-            field = gradients if not config.keeps_grads else "shard"
-            combinations.MADE_ALONE.refuse(field, getattr(config, field), ranks=count)
+        if world_size_now > world_size_then and (config.shard or not config.keeps_grads):
+            gradient_setting = "keep_grads" if config.gradient_memory is None else "gradient_memory"
+            refused_setting = gradient_setting if not config.keeps_grads else "shard"
+            combinations.MADE_ALONE.refuse(refused_setting, getattr(config, refused_setting), ranks=world_size_now)
 
     def _check_groups(self) -> None:
-        """Refuse groups out of which a parameter was taken that the engine updates, or which are in another order.
+        """Refuse groups from which a bound parameter was removed, or that were reordered.
 
-        Groups may get new parameters, which are added when they have gradients.
+        Groups may get new parameters: the step adds those that have a gradient.
         """
         members = [[*map(id, group["params"])] for group in self.param_groups]
-        if members == self._members:
+        if members == self._members:  # as in the last step, which is the usual case
             return
         group_of = {parameter: number for parameter, _, number in names(self.param_groups)}
-        for parameter, was in self._group_of.items():
-            if group_of.get(parameter) != was:
-                self._check_new_parameters([p for p in self._parameters() if p not in self._group_of])  # in its place
+        for parameter, old_group in self._group_of.items():
+            if group_of.get(parameter) != old_group:
+                # If another parameter of the same name is in its place, this raises a more helpful error.
+                self._check_new_parameters([p for p in self._parameters() if p not in self._group_of])
                 advice = (
                     "it is not in the group any more that it was added to: leave parameters and the order of groups "
                     "as they are, freeze what is not to train, and add groups by add_param_group"
@@ -301,6 +339,8 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
     def _bind_new_parameters(self) -> None:
         """Add parameters that have a gradient and were frozen when the optimizer was made.
 
+        Also hooks bound parameters that were frozen and have been thawed.
+
         Raises:
             ConfigError: One cannot be updated.
         """
@@ -308,7 +348,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         self._route.hook_thawed()
 
     def _add_new_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add those of some parameters that the engine does not have yet, each once."""
+        """Add parameters to the engine, without those that it has already; each once, however often it is given."""
         bound = self._weights.bound
         new = [parameter for parameter in dict.fromkeys(parameters) if parameter not in bound]
         if new:
@@ -316,9 +356,11 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             self._add(new)
 
     def _check_new_parameters(self, new: list[torch.Tensor]) -> None:
-        """Refuse parameters whose gradients ranks reduce only after our hooks, and those named as a bound one.
+        """Refuse new parameters that cannot be added to the engine.
 
-        A name comes twice if a model was sharded after its optimizer was made, which replaces its parameters.
+        That is so where ranks reduce a gradient only after our hooks have run, with settings that do not allow this;
+        and where a new parameter has the name of a bound one: the model was sharded after the optimizer was made,
+        which has replaced its parameters.
         """
         check_gradients_arrive_reduced(self._holder.config, new)
         new_parameters = set(new)
@@ -329,11 +371,15 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
                 raise ConfigError("params", name, advice)
 
     def _bind_and_sum_squares(self) -> float:
-        """Bind all gradients; return their squared norm, without factors. A collective if parameters are sharded."""
+        """Bind all gradients; return the square of their L2 norm, before clipping and with the loss scale in it.
+
+        A collective if parameters are sharded: then the norm is that of all ranks' pieces.
+        """
         active = self._bind_gradients()
         positions = [bound.position for bound in active]
         bounds = self._weights.bound.values()
         world_size, _ = ranks.world()
+        # FSDP1's ranks each have a range of a flat parameter, and no `cut` says so: the norm would lack other ranks'.
         if world_size > 1 and any(ranks.is_flattened(bound.parameter) for bound in bounds):
             combinations.FSDP1_CLIPS.refuse("params", "FSDP1's")
         if all(bound.cut is None for bound in bounds):
@@ -388,7 +434,9 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         """
         with self._lock:
             self._holder.open_after_backward()
-            if not scale:  # torch's scaler halves the scale at every overflow, down to 0
+            # torch's scaler halves the scale at every overflow, down to 0. No step can divide by that, so it counts
+            # as an overflow: the step is skipped.
+            if not scale:
                 return False
             are_finite = math.isfinite(self._bind_and_sum_squares())
             self._scaling.unscale(scale, self._route.gradient_ids())
@@ -435,7 +483,11 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         return [self.rule.values(group) for group in self.param_groups]
 
     def _step(self) -> bool | None:
-        """Take a step; return whether any rank has noted a SIGTERM, or None if ranks did not exchange that here."""
+        """Take a step: check, bind gradients, update, and reset what was for this step alone.
+
+        Returns:
+            Whether any rank has noted a SIGTERM; None if ranks have not exchanged that in this step.
+        """
         if self._is_asked_for_state():
             self._show_state()
             return None
@@ -445,7 +497,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         if self._route.needs_model_hook:
             combinations.COPIED_GRADIENTS.check("overlap", self.config.overlap)
         self._holder.open_after_backward()
-        self._state.check()
+        self._state.check()  # also binds weights that were moved
         self._check_groups()
         self._check_ranks()
         groups = self._values()
@@ -468,8 +520,9 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             self._weights.note_written(active)
         self._route.note_used_gradients(active)
         self._overlap.pace.end_call(began_s)
-        any_sigterm = None
-        if not self._overlap.is_pending:  # else rows are exchanged in the background, and `_finish` reports
+        any_sigterm = None  # for a pending step, which exchanges rows in the background, without notes of SIGTERM
+        # A pending step is reported by `_finish`.
+        if not self._overlap.is_pending:
             any_sigterm = self._weights.gather(self.preemption.note)
             self._report_step()
         if self._holder.config.overlap == "auto":
@@ -477,23 +530,35 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         return any_sigterm
 
     def _take_whole_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
-        """Take a step, and wait for it; if a model waits for weights, set `.grad` to None as a pending step does."""
+        """Take a step, and wait until it is over.
+
+        After a pending step `.grad` is None. With a hooked model, "auto" may change between pending and whole steps,
+        so a whole step then sets `.grad` to None, too.
+        """
         positions = [bound.position for bound in active]
         self.engine.step(groups, scale=scale, clip=clip, active=positions)
         self._is_reported = False
-        if self._overlap.models:  # `.grad` is None after each step, whichever mode "auto" is in
+        if self._overlap.models:
             self._route.clear_grads(active)
-            self._overlap.split_by_use(())  # forgets the order of use: a pending step needs the next forward's alone
+            self._overlap.split_by_use(())  # only to forget in which order forward has used weights
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
-        """Begin a step that goes on in the background; wait only for parameters that no module's hook waits for."""
+        """Begin a step that goes on in the background; wait only for the parameters that are updated at once.
+
+        `at_once` are the parameters that no module's hook waits for, and those whose gradient somebody else holds and
+        could write to. Hooks wait for those in `later`, which are updated in the order in which forward uses them.
+        """
         at_once, later = self._overlap.split_by_use(active)
+        # The memory of gradients and weights that the step uses after this returns.
         kept_alive = [*self._route.tensors_read(), *(bound.parameter.detach() for bound in active)]
         exchanged = self._overlap.agree_on_exchanges(at_once, later)  # sorts `later`, too
         positions = [bound.position for bound in (*at_once, *later)]
 
         def clear_grads() -> None:
-            """Called on the engine thread when the step has begun; adds those whose gradient is held to `at_once`."""
+            """Set `.grad` to None, and add parameters whose gradient somebody holds to `at_once`.
+
+            The engine thread calls this when the step has begun. Also notes that the step has yet to be reported.
+            """
             self._is_reported = False
             at_once.extend(self._route.take_grads(active))
 
@@ -506,9 +571,9 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             if self.engine.is_pending:  # also after an interrupt, if the step has begun
                 del kept_alive  # the engine holds these tensors itself, and lets go of them as the step ends
                 self._route.drop_departed()
-                self._overlap.wait_for(at_once)
-            else:
-                self._overlap.finish()  # shows hidden weights again
+                self._overlap.wait_for(at_once)  # those included that `clear_grads` has added
+            else:  # the step has not begun
+                self._overlap.finish()  # copies weights back from hidden copies, if a model checks its waits
 
     def _finish(self) -> None:
         """Wait until the last step is over, and report it unless it has failed; see `OptimizerParts`."""
@@ -517,16 +582,19 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             self._report_step()
 
     def _is_asked_for_state(self) -> bool:
-        """Return whether torch takes this step so that the optimizer makes its state: rate and gradients are 0.
+        """Return whether torch takes this step only so that the optimizer makes its state.
 
-        That is `_init_optim_state` in torch/distributed/checkpoint/state_dict.py. If weights are cut over ranks, the
-        gradients of all these ranks count: a collective, if the rate is 0 and nothing was updated yet.
+        torch does that in `_init_optim_state` of torch/distributed/checkpoint/state_dict.py, with a rate of 0 and
+        gradients that are all 0, before the first update. If weights are cut over ranks, the gradients of all these
+        ranks count: a collective then, if the rate is 0 and nothing was updated yet.
         """
         has_rate = any(number(group["lr"]) != 0 for group in self.param_groups)
         if has_rate or self._state.has_updates:
             return False
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         are_zero = not any(bool(shards.local(gradient).any()) for gradient in gradients)
+        # This rank's note is 0 if it has no gradients, 1 if all of them are 0, and infinity if one is not. So the sum
+        # is finite and above 0 if there are gradients, and all of them, on all ranks, are 0.
         note = float(bool(gradients)) if are_zero else math.inf
         trainable = [(p, name) for p, name, _ in names(self.param_groups) if p.requires_grad]
         rows_over, owners = self._weights.rows_over, self._weights.owners
@@ -535,7 +603,11 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         return 0 < sum_of_notes < math.inf
 
     def _show_state(self) -> None:
-        """Show state of parameters with a gradient as zeros from now on, without an update."""
+        """Have `state` show zeros for parameters with a gradient from now on; update nothing.
+
+        Called instead of a step by which torch asks for state. As after a step, factors and departed gradients are
+        forgotten.
+        """
         self._holder.open().gradients.end_backward()  # returns memory that backward has borrowed
         self._state.check()
         self._bind_new_parameters()
@@ -621,7 +693,7 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         """
         with self._lock:
             followed = self._overlap.hook_model(model, check, self._parameters())
-            if isinstance(self._route, StepRoute):
+            if isinstance(self._route, StepRoute):  # as `overlap_backward` does for FSDP2
                 self._route.hook_copied_groups(model)
             return followed
 
@@ -741,7 +813,14 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             self._holder.open().park(keep_host=keep_host, wait=wait, accepted=find_slots_in_use)
 
     def _drop_used_gradients(self) -> list[tuple[int, int]]:
-        """Drop gradients that a step has used, or refuse; return address and size of slots that somebody holds."""
+        """Drop gradients that a step has used; on the engine thread, as a park begins.
+
+        Returns:
+            Address and bytes of each gradient slot that somebody still holds, whose memory is kept.
+
+        Raises:
+            ConfigError: There is a gradient that no step has used; none is dropped then.
+        """
         self._route.check_gradients_used()
         self._scaling.reset()
         self._route.drop_used_gradients()
@@ -779,9 +858,10 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         return self._scaling.norm
 
     def _frozen_bytes(self) -> int:
-        """Return the bytes of state of frozen parameters, but for those that the next step updates.
+        """Return the bytes of state that the next step leaves alone, as its parameters are frozen.
 
-        A step updates whatever has a gradient, also a parameter that was frozen after backward.
+        A parameter that was frozen after backward has a gradient, so the next step updates it, and it does not count.
+        Of a subgroup's bytes each segment has its share by number of elements.
         """
         weights = [(bound.position, bound.parameter) for bound in self._weights.bound.values()]
         frozen = {position for position, weight in weights if not weight.requires_grad and weight.grad is None}
@@ -809,10 +889,10 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
             self._overlap.unhook()
             self._route.detach()
             self._holder.close()
-            self._route.drop_references()  # the lanes have ended
-            self._weights.free_copies()
-            self._overlap.after_close()
-        finally:
+            self._route.drop_references()  # only now: until the engine is closed, lanes may read these gradients
+            self._weights.free_copies()  # likewise
+            self._overlap.after_close()  # last, as it may raise the last step's error
+        finally:  # passes on a SIGTERM that no step has followed, so it may end the process
             self.preemption.end()
 
     def __enter__(self) -> OffloadedOptimizer:
@@ -823,7 +903,11 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
 
 
 def _device_of(parameters: list[torch.Tensor]) -> torch.device | None:
-    """Return the device that all weights lie on; if all are frozen, that of the first that could be updated."""
+    """Return the device that all trainable weights lie on, and refuse several.
+
+    If all weights are frozen, or the trainable ones cannot be updated where they lie, it is the device of the first
+    weight on a CPU or accelerator; None if there is no such weight.
+    """
     devices = {shards.local(parameter).device for parameter in parameters if parameter.requires_grad}
     if len(devices) > 1:
         device_names = ", ".join(sorted(map(str, devices)))

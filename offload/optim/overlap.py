@@ -33,12 +33,14 @@ class Overlap:
 
     Attributes:
         models: The models whose forward passes wait for weights.
-        has_hooked_model: Whether there has been such a model.
+        has_hooked_model: Whether there has been such a model, now or before.
         pace: How long forward and backward take, and how long the caller waits.
-        hidden_copies: For models that check their waits: the copies of weights that the step updates instead.
+        hidden_copies: If a model checks its waits, copies of the weights that have not been waited for yet. The step
+            updates the copies, while the weights themselves hold NaN. Else empty.
         has_ended: Whether somebody has waited for the whole last step. On an accelerator only that caller's stream
             has waited for weights then, and other streams have yet to.
-        exchange: Exchanges rows over ranks while a step goes on, if each rank updates some rows of every weight.
+        exchange: Exchanges rows over ranks while a step goes on, if each rank updates some rows of every weight; else
+            None.
     """
 
     def __init__(self, holder: EngineHolder, weights: Weights) -> None:
@@ -50,7 +52,8 @@ class Overlap:
         self._holder = holder
         self._weights = weights
         self._bound = weights.bound
-        # In the order of first use since the last step: whether any use had gradients enabled.
+        # The weights that forward has used since the last step, in the order of first use, each with whether any use
+        # was with gradients enabled.
         self._use_order: dict[torch.Tensor, bool] = {}
         self.hidden_copies: dict[BoundParameter, torch.Tensor] = {}
 
@@ -62,9 +65,14 @@ class Overlap:
         return self._holder.engine_if_open is not None and self._holder.engine_if_open.is_pending
 
     def hook_model(self, model: torch.nn.Module, check: bool, parameters: Iterable[torch.Tensor]) -> FollowedModel:
-        """Hook a model that has some of these parameters; another call also hooks modules added since.
+        """Hook a model, once the last step is over; a further call for the same model hooks modules added since.
 
-        `check` is as for `FollowedModel`. Waits for the last step. Makes `exchange` if weights are cut by rows.
+        Makes `exchange` if weights are cut by rows: a collective then.
+
+        Args:
+            model: The model.
+            check: See `FollowedModel`.
+            parameters: The optimizer's, of which the model must have some.
         """
         self._check_model(model, check, parameters)
         self._holder.check_open()
@@ -91,7 +99,7 @@ class Overlap:
         if set(parameters).isdisjoint(model.parameters()):
             advice = "give a model that this optimizer updates parameters of, not a copy"
             raise ConfigError("model", type(model).__name__, advice)
-        self._holder.config.check_goes_on()
+        self._holder.config.check_goes_on()  # refuses where GPU memory is borrowed: forward needs it back
         for parameter in model.parameters():
             if ranks.is_flattened(parameter):
                 combinations.FSDP1_FORWARD.refuse("model", type(parameter).__name__)
@@ -107,17 +115,23 @@ class Overlap:
 
     def wait_for_some(self, parameters: Iterable[torch.Tensor]) -> None:
         """Wait for some weights, if there is a step that goes on."""
+        # While there are hidden copies, weights hold NaN, even if the step is over.
         if self.is_pending or self.hidden_copies:
             self.wait_for([self._bound[parameter] for parameter in parameters if parameter in self._bound])
 
     def agree_on_exchanges(self, at_once: list[BoundParameter], later: list[BoundParameter]) -> list[BoundParameter]:
         """Return the weights whose rows ranks exchange after this step's updates, in an order agreed by all ranks.
 
-        Also sorts `later` by that order. A collective if weights are cut by rows.
+        Also sorts `later` by that order. A collective if weights are cut by rows; else nothing is exchanged.
+
+        Args:
+            at_once: Parameters that the step waits for.
+            later: Parameters that modules wait for, in the order in which forward uses them on this rank.
         """
         if self.exchange is None:
             return []
         row_sharded = self._weights.row_sharded
+        # Each weight's place in this rank's order; ranks agree on the first place that it has on any rank.
         own_places = {bound: 1 + place for place, bound in enumerate(later)}
         own_places |= dict.fromkeys(at_once, 0)  # first, as `step` waits for these
         agreed = self.exchange.agree_on_order([own_places.get(bound, UNUSED) for bound in row_sharded])
@@ -127,11 +141,15 @@ class Overlap:
         return exchanged
 
     def split_by_use(self, active: Iterable[BoundParameter]) -> tuple[list[BoundParameter], list[BoundParameter]]:
-        """Return the parameters to update: those that no hook waits for, and the others in order of their use.
+        """Split the parameters to update by whether a hook will wait for them; forget the order of use.
 
-        The order is that in which forward passes since the last step used them; it is forgotten here. If a parameter
-        has a gradient, but no hook has seen it used with gradients enabled, it was used around the hooks (in a model
-        compiled before it was hooked, or by a call of `forward` itself), and may be again: no hook waits for it.
+        No hook is relied on for a parameter that has a gradient though no hook has seen it used with gradients
+        enabled. It was used around the hooks (in a model compiled before it was hooked, or by a call of `forward`
+        itself), and may be again.
+
+        Returns:
+            Parameters that no hook waits for; and the others, in the order in which forward passes have first used
+            them since the last step.
         """
         hooked = {parameter for model in self.models for parameter in model.parameters}
         used = [parameter for parameter, trains in self._use_order.items() if trains and parameter in hooked]
@@ -144,7 +162,11 @@ class Overlap:
     # Around a step
 
     def begin_exchange(self, bounds: list[BoundParameter]) -> None:
-        """Begin to exchange weights while the step goes on: at least one, as `agree_on_exchanges` returned them."""
+        """Begin to exchange weights in the background, while the step goes on.
+
+        `bounds` is what `agree_on_exchanges` has returned, at least one weight. They are exchanged in this order, in
+        buckets of at least `BUCKET_BYTES`, but for the last.
+        """
         if self.exchange is None:  # each rank updates all of its weights
             return
         buckets: list[list[BoundParameter]] = [[]]
@@ -173,14 +195,15 @@ class Overlap:
     def bind_hidden_copies(self, bounds: Iterable[BoundParameter]) -> list[torch.Tensor]:
         """If a model checks its waits: have the step update copies of weights, and fill the weights with NaN.
 
-        `wait_for` and `finish` copy them back. Called as a step begins, so this resets `has_ended`.
+        So a use of weights that nobody has waited for shows. `wait_for` and `finish` copy the new values into the
+        weights. Called as each pending step begins, so this also resets `has_ended`.
 
         Args:
             bounds: All weights that the step updates and that a module waits for.
 
         Returns:
-            The copies, none if no model checks. The caller keeps them alive until the step is over: once a wait has
-            failed, `hidden_copies` lacks them, and lanes may still write to them.
+            The copies; none if no model checks. The caller keeps them alive until the step is over: after a failed
+            wait `hidden_copies` has them no more, and lanes may still write to them.
         """
         self.has_ended = False
         if any(model.check for model in self.models):
@@ -195,7 +218,10 @@ class Overlap:
         return [*self.hidden_copies.values()]
 
     def wait_for(self, bounds: Iterable[BoundParameter]) -> None:
-        """Wait until the last step has updated some weights, and has read their gradients; show hidden weights."""
+        """Wait until the last step has updated some weights, and has read their gradients.
+
+        If a model checks its waits, the new values are then copied to these weights, which held NaN.
+        """
         bounds = [*bounds]
         if not bounds or self._holder.engine_if_open is None:  # there is no step before the engine is opened
             return
@@ -222,7 +248,10 @@ class Overlap:
             self._copy_from_hidden([*self.hidden_copies])
 
     def _copy_from_hidden(self, bounds: Iterable[BoundParameter], is_closed: bool = False) -> None:
-        """Copy updated weights from hidden copies into the parameters; bind these again, if the engine is open."""
+        """Copy updated weights from their hidden copies into the parameters, and have the engine bind these again.
+
+        `is_closed`: the engine has been closed, and binds nothing.
+        """
         for bound in bounds:
             copy = self.hidden_copies.get(bound)
             if copy is not None:
@@ -238,7 +267,11 @@ class Overlap:
             model.unhook()
 
     def after_close(self) -> None:
-        """After the engine was closed: end the exchange, show hidden weights, raise the last step's error if due."""
+        """Finish what `close` of the engine leaves: end the exchange, and copy weights from their hidden copies.
+
+        Raises:
+            StepAbortedError: The last step failed in the background, and nobody has been told.
+        """
         if self.exchange is not None:
             self.exchange.close()
         self._copy_from_hidden([*self.hidden_copies], is_closed=True)
@@ -247,7 +280,10 @@ class Overlap:
 
 
 class OptimizerLock:
-    """The lock of one optimizer, which it does not keep alive; who acquires it waits until the last step is over."""
+    """The lock of one optimizer; whoever acquires it also waits until the last step is over.
+
+    It does not keep the optimizer alive.
+    """
 
     def __init__(self, owner: OptimizerParts) -> None:
         self._owner: OptimizerParts = weakref.proxy(owner)  # the optimizer
@@ -304,13 +340,15 @@ class FollowedModel:
         self._parameters_of: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}  # that each module owns
         self._children_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
         self._compiled_parts: set[torch.nn.Module] = set()  # modules inside compiled ones
-        self._called_modules: set[torch.nn.Module] = set()  # in forward passes with gradients
-        self._awaited: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}  # parameters that each module waits for
+        self._called_modules: set[torch.nn.Module] = set()  # that forward passes with gradients have called
+        # The parameters that each module waits for; emptied when they may have changed.
+        self._awaited: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
         self._handles: list[Any] = []  # of hooks, to remove them
         self._note_modules(model)
         self.parameters = {parameter for owned in self._parameters_of.values() for parameter in owned}
         for module in self._parameters_of:
             hook = _Hook(self, module, is_compiled_part=module in self._compiled_parts)
+            # `prepend`: before hooks of the user's, which may use the module's weights.
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         self._handles += [shards.PatchedMethod(group, "unshard", self.unshard) for group in shards.fsdp_groups(model)]
         each: Any
@@ -342,10 +380,10 @@ class FollowedModel:
         noted, too, as they may be called by themselves.
         """
         if module in self._parameters_of:
-            return  # it is part of two modules
+            return  # it is part of several modules, and was noted as that of another one
         if is_part:
             self._compiled_parts.add(module)
-        # By `torch.compile(module)`, or in place by `module.compile()`.
+        # By `torch.compile(module)`, whose result has `_orig_mod`, or in place by `module.compile()`.
         is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         owned = module.parameters() if is_compiled else module._parameters.values()
         self._parameters_of[module] = tuple(parameter for parameter in owned if parameter is not None)
@@ -355,7 +393,7 @@ class FollowedModel:
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """Wait for the weights that a module is about to use; a forward pre-hook."""
-        # Without gradients it does not count: a module that only evaluation calls may be bypassed in training.
+        # A call without gradients does not count: a module that only evaluation calls may be bypassed in training.
         if module not in self._called_modules and torch.is_grad_enabled():
             self._called_modules.add(module)
             self._awaited.clear()  # modules above it need not wait for its parameters any more
@@ -368,29 +406,36 @@ class FollowedModel:
             overlap.wait_for_use(awaited)
 
     def unshard(self, group: Any, unshard: Callable[[bool], Any], async_op: bool = False) -> Any:
-        """Wait for a group's shards, then let FSDP2 gather it; replaces the group's `unshard`."""
+        """Wait for a group's shards, then let FSDP2 gather them; replaces the group's `unshard`, and calls it.
+
+        If the group is gathered already, there is nothing to wait for.
+        """
         if not group.is_unsharded:
             self.before_unshard(group, async_op)
         return unshard(async_op)
 
     def before_unshard(self, group: Any, async_op: bool) -> None:
-        """Wait for the shards that FSDP2 is about to gather; on an accelerator FSDP2's stream waits for them."""
+        """Wait for the shards that FSDP2 is about to gather, on the caller's stream and on FSDP2's for gathering.
+
+        `async_op` is as for the group's `unshard`, and decides which stream FSDP2 uses.
+        """
         overlap = self._overlap()
         if overlap is None:  # the optimizer is gone
             return
         parameters = shards.gathered_by(group)
         if group.device.type != "cpu":
             stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-            # Once the step has been waited for, perhaps only the caller's stream has waited; and if waits are
-            # checked, it is the caller's stream that shows weights again.
+            # Usually the wait is made with FSDP2's stream as the current one. But once somebody has waited for the
+            # whole step, perhaps only the caller's stream is behind it; and if waits are checked, the caller's stream
+            # copies weights from their hidden copies. In both cases FSDP2's stream waits for the caller's.
             if overlap.has_ended or self.check:
                 overlap.wait_for_some(parameters)
                 stream.wait_stream(group.device_handle.current_stream())
             else:
                 with group.device_handle.stream(stream):
                     overlap.wait_for_some(parameters)
-        # On the caller's stream, too, and everything is noted as used but what backward gathers: only the order of
-        # use in forward counts.
+        # Wait on the caller's stream, too. Each gathering is also noted as a use of the weights, but for backward's:
+        # updates go by the order of use in forward.
         is_for_backward = group._training_state.name == "PRE_BACKWARD"
         if is_for_backward:
             overlap.wait_for_some(parameters)
@@ -408,7 +453,10 @@ class FollowedModel:
                 yield from self._parameters_used_by(child)
 
     def finish(self, module: torch.nn.Module) -> None:
-        """Wait until the last step is over; called by hooks of a module's `state_dict` and `load_state_dict`."""
+        """Wait until the last step is over; called by hooks of a module's `state_dict` and `load_state_dict`.
+
+        `module` is not looked at: any module's state dict waits for all weights.
+        """
         overlap = self._overlap()
         if overlap is not None:
             overlap.finish()
@@ -437,8 +485,11 @@ class _Hook:
         self._pid = os.getpid()
 
     def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
-        """Wait, unless a compiled module that contains this one is being traced."""
-        # A call would break the graph, which costs time.
+        """Wait, unless a compiled module that contains this one is being traced.
+
+        Then the compiled module has waited for all parameters in it, and a call here would break the graph, which
+        costs time.
+        """
         if not (self._is_compiled_part and torch.compiler.is_compiling()):
             self._wait(module)
 

@@ -15,11 +15,11 @@ HISTORY = 5
 """Iterations over which the median of seconds is taken."""
 
 LEAST_WAIT_S = 1e-4
-"""Waits that are shorter are not shown as intervals."""
+"""The shortest wait that is shown as an interval."""
 
 
 class Pace:
-    """Measures the seconds of forward and backward, less waits, between a step's return and the next step's begin.
+    """Measures the seconds of forward, less waits, and of backward, between a step's return and the next one's begin.
 
     Forward lasts from the last step's return until the first gradient arrives. Backward lasts from then until the
     caller first waits for the whole step, or the next step begins. So if several passes make one step, only the first
@@ -38,9 +38,10 @@ class Pace:
         self.in_forward = True
         self.last_intervals: list[Interval] = []
         self._history: deque[tuple[float, float]] = deque(maxlen=HISTORY)  # seconds of forward and of backward
-        # Times since the last step returned; NaN where that has not happened yet.
-        self._returned_s = self._arrived_s = self._backward_ended_s = math.nan  # arrived: the first gradient
-        # Seconds that the caller has spent in `step`, and in waits after it.
+        # Times by `time.monotonic`, NaN where it has not happened yet: when the last step returned; since then, when
+        # the first gradient arrived, and when backward ended.
+        self._returned_s = self._arrived_s = self._backward_ended_s = math.nan
+        # Seconds that the caller has spent in the last `step`, and since then in waits, in forward and later.
         self._call_s = self._forward_waits_s = self._other_waits_s = 0.0
         self._waits: list[Interval] = []  # of the caller, since the last step returned
 
@@ -51,7 +52,8 @@ class Pace:
             Interval(CALLER, "forward", self._returned_s, self._arrived_s, nbytes=0),
             Interval(CALLER, "backward", self._arrived_s, self._backward_ended_s, nbytes=0),
         ]
-        ended = [each for each in passes if not math.isnan(each.finished_s - each.started_s)]  # else NaN is in it
+        # A pass that has not begun or ended has a time of NaN.
+        ended = [each for each in passes if not math.isnan(each.finished_s - each.started_s)]
         return [*ended, *self._waits]
 
     @property
@@ -91,9 +93,12 @@ class Pace:
                 self._other_waits_s += waited_s
 
     def begin_step(self) -> float:
-        """Note that the next step begins, and sum up the last one; return the time, which `end_call` is to get.
+        """Note that a step begins, and sum up the iteration since the last one returned.
 
-        If nobody has waited for the whole last step, backward has ended only now.
+        Backward ends here, unless a wait for the whole last step has ended it.
+
+        Returns:
+            The time by `time.monotonic`, for `end_call`.
         """
         now_s = time.monotonic()
         if math.isnan(self._backward_ended_s):
@@ -101,6 +106,7 @@ class Pace:
         forward_s = self._arrived_s - self._returned_s - self._forward_waits_s
         if not math.isnan(forward_s):  # NaN before the first step, or if no gradient has arrived since the last
             backward_s = self._backward_ended_s - self._arrived_s
+            # Forward's is below 0 if a wait that began in it has lasted on after the first gradient.
             self._history.append((max(forward_s, 0.0), max(backward_s, 0.0)))
         self.waited_s = self._call_s + self._forward_waits_s + self._other_waits_s
         self.last_intervals = self.intervals

@@ -1,8 +1,8 @@
 """The state that a wrapped optimizer class keeps of one parameter, packed into one run of memory.
 
-The first 8 bytes have two bits for each key of the state: one of the marks below. After them each number takes 8
-bytes, and each tensor lies in its own dtype, a large one at a multiple of 64 bytes. If all bytes are 0, there is no
-state yet.
+The first 8 bytes have two bits for each key of the state, in the order of places: one of the marks below, or 0 if the
+state has no such key. After them each number takes 8 bytes, and each tensor lies in its own dtype, a large one at a
+multiple of 64 bytes. So if all bytes are 0, there is no state yet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ INTEGERS = range(-(1 << 63), 1 << 64)
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of a value of a state: a plain number's type (`number`), or a tensor's dtype, sizes and strides."""
+    """The form of a value of a state: of a plain number, or of a tensor.
+
+    Attributes:
+        number: The type of a plain number; None for a tensor.
+        dtype: The tensor's; for a number the dtype that it is packed as.
+        size: The tensor's sizes.
+        stride: The tensor's strides, in elements.
+    """
 
     number: type | None
     dtype: torch.dtype
@@ -72,27 +79,29 @@ class Form:
         return math.prod(self.size) * self.dtype.itemsize
 
     def cast(self, value: Any) -> Any:
-        """Return a value converted to this form: floats of tensors may be rounded, all else stays the same number.
+        """Return a value, as from a state dict, converted to this form.
 
-        A value of another kind or shape is returned as it is; `Packing.check` refuses it.
+        Elements of floating-point tensors may be rounded. All other numbers stay the same, whatever their type. A
+        value of another kind or shape is returned without conversion to this form; `Packing.check` refuses it.
 
         Raises:
             TypeError: The number would change.
         """
-        plain = plain_number(value)
+        plain = plain_number(value)  # None if the value is no number, and no tensor or array of one element
         try:
             if self.number is not None:
                 converted = value if plain is None else self.number(plain)
-                if plain is None or converted == plain:
+                if plain is None or converted == plain:  # else the number would change: see the end
                     return converted
                 if converted != converted and plain != plain:  # both are NaN
                     return converted
             else:
                 given = value.detach().cpu() if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
-                if tuple(given.shape) != self.size:
+                if tuple(given.shape) != self.size:  # `Packing.check` refuses it
                     return given
                 converted = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu").copy_(given)
                 may_round = converted.is_floating_point() and given.is_floating_point()
+                # Else, as from int64 to int32, the conversion back has to give the same elements.
                 if converted.dtype is given.dtype or may_round or torch.equal(converted.to(given.dtype), given):
                     return converted
         except (ValueError, OverflowError, RuntimeError) as cause:
@@ -105,7 +114,10 @@ class Form:
 
 
 class _Place(NamedTuple):
-    """Where a key's value is packed: its form (None if only None was seen), and the offset in bytes."""
+    """Where a key's value is packed: its form, and where it starts, in bytes from the beginning of the packed state.
+
+    `form` is None for a key whose only value in trials was None; then it has no bytes.
+    """
 
     form: Form | None
     start: int
@@ -119,8 +131,8 @@ class Packing:
         numel: Elements of the parameter.
 
     Attributes:
-        words: Words of 4 bytes for each block of `BLOCK_NUMEL` of the parameter's elements, rounded up so that few
-            different numbers occur.
+        words: How many words of 4 bytes the packed state takes for each block of `BLOCK_NUMEL` elements of the
+            parameter, rounded up so that few different numbers occur.
 
     Raises:
         TypeError: There are too many keys.
@@ -163,7 +175,8 @@ class Packing:
         return converted
 
     def load(self, packed_words: torch.Tensor) -> dict[Any, Any]:
-        """Return the state that is packed in `packed_words`: tensors are views of these, numbers are copies."""
+        """Return the state that is packed in `packed_words`: tensors are views of these words, numbers are copies."""
+        # A parameter without elements has no words.
         marks = self._read_marks(packed_words) if packed_words.numel() else 0
         state: dict[Any, Any] = {}
         for number, (key, (form, start)) in enumerate(self._places.items()):
@@ -205,6 +218,7 @@ class Packing:
 
         def is_in_place_of_another(key: Any, value: Any) -> bool:
             """Return whether a value lies in these words, but not in its key's place, as after a class swaps two."""
+            # A tensor that `load` has returned has a storage of its own, which begins within the words.
             if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() not in own_addresses:
                 return False
             return key not in targets or value.data_ptr() != targets[key].data_ptr()
@@ -223,7 +237,10 @@ class Packing:
         return int(self._as_bytes(packed_words)[:FLAG_BYTES].view(torch.int64).item()) & ((1 << 64) - 1)
 
     def _view_of_place(self, packed_words: torch.Tensor, form: Form, start: int) -> torch.Tensor:
-        """Return a view of a place; its storage is that place alone, as `torch.save` saves whole storages."""
+        """Return a view of a place as a tensor of its form.
+
+        Its storage is that place alone, made through NumPy, as `torch.save` saves a view's whole storage.
+        """
         memory = torch.from_numpy(self._as_bytes(packed_words).numpy()[start : start + form.nbytes])
         return memory.view(form.dtype).as_strided(form.size, form.stride)
 
@@ -235,7 +252,7 @@ class Packing:
 def _store_value(value: Any, form: Form | None, place: torch.Tensor | None) -> int:
     """Write a value to its place, unless it lies there already; return the value's mark.
 
-    `form` and `place` are None for a key of which only None was seen.
+    `form` and `place` are None for a key of which only None was seen; then `value` is None, too.
     """
     if value is None or form is None or place is None:
         return NONE
@@ -249,10 +266,10 @@ def _store_value(value: Any, form: Form | None, place: torch.Tensor | None) -> i
 
 
 def _rounded_words(words: int) -> int:
-    """Round words per block up, so that few different numbers occur.
+    """Round a number of words per block up, so that few different numbers occur.
 
-    Parameters with different numbers never share a subgroup. The part beyond whole multiples of `BLOCK_NUMEL` becomes
-    a power of two.
+    Parameters with different numbers never share a subgroup. A multiple of `BLOCK_NUMEL` (a whole number of words for
+    each element) stays; what is beyond it is rounded up to a power of two.
     """
     whole, rest = divmod(words, BLOCK_NUMEL)
     rounded_rest = 1 << (rest - 1).bit_length() if rest else 0

@@ -32,11 +32,13 @@ from offload.optim.stateful import StatefulOptimizer
 log = logging.getLogger("offload")
 
 _turns = itertools.count()
-"""Numbers in the order of time: of handlers' installations, and of their owners' steps."""
+"""Counts two kinds of event, a handler's installation and a step of its owner, to tell which of two came first."""
 
 
 class SigtermHandler:
-    """The process's handler of SIGTERM from now on; made on the main thread. It keeps no optimizer alive.
+    """The process's handler of SIGTERM from now on, for one optimizer, its owner; made on the main thread.
+
+    It keeps no optimizer alive.
 
     Attributes:
         has_signal: Whether a SIGTERM has come that has not been passed on to the earlier handler.
@@ -63,15 +65,15 @@ class SigtermHandler:
         signal.signal(signal.SIGTERM, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal. Run the earlier handler instead
+        """Note a signal: the owner's step commits a checkpoint at its end. In three cases run the earlier handler:
 
-        * during a commit, if this process has noted one before (the commit may be for another rank's);
+        * during a commit, for the second signal of this process (the commit may be for another rank's signal);
         * in a forked process;
-        * after `restore`, where that could not install it.
+        * after `restore`, where that could not install the earlier handler.
 
-        The earlier handler may be one of this class, which notes the signal for its owner's next step. It is passed
-        over while this one is in use if its owner has not stepped since this one was installed: it may never again.
-        In this one's first step that says nothing yet.
+        The earlier handler may be one of this class, which notes the signal for its own owner's next step. It is
+        skipped if its owner has not stepped since this handler was installed: it may never again. It is not skipped
+        after `restore`, nor in the first step of this handler's owner: by then the other may have had no turn.
         """
         is_own_process = os.getpid() == self._pid
         is_second_in_commit = self.has_signal and self.is_committing
@@ -85,9 +87,9 @@ class SigtermHandler:
             before = before._before
         if callable(before):
             before(number, frame)
-        elif before == signal.SIG_DFL:
+        elif before == signal.SIG_DFL:  # else SIG_IGN: the signal is ignored
             signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)  # ends the process; nothing is done if signals were ignored (SIG_IGN)
+            signal.raise_signal(number)  # ends the process
 
     def note_step(self) -> None:
         """Note that the owner has taken a step; called at its end, whether or not there is a signal."""
@@ -100,9 +102,9 @@ class SigtermHandler:
         if not self.has_signal:  # another rank has had it
             self.is_committing = False
         elif threading.current_thread() is main:
-            self(signal.SIGTERM, inspect.currentframe())  # a second time, so that the earlier handler runs
+            self(signal.SIGTERM, inspect.currentframe())  # as for a second signal, so that the earlier handler runs
         elif main.ident is not None:
-            signal.pthread_kill(main.ident, signal.SIGTERM)  # the main thread then calls this handler again
+            signal.pthread_kill(main.ident, signal.SIGTERM)  # a second signal: the main thread calls this handler
 
     def commit(self, save: Callable[[], object], wait_mirror: Callable[[], object], where: object) -> None:
         """Save, then pass on a signal that this rank has had; if saving fails, that is logged.
@@ -114,13 +116,13 @@ class SigtermHandler:
         """
         log.warning("SIGTERM: committing a checkpoint to %s", where)
         self.is_committing = True
-        what = "SIGTERM: nothing was committed to %s"
+        failure_text = "SIGTERM: nothing was committed to %s"
         try:
             save()
-            what = "SIGTERM: a checkpoint was committed to %s, and is not mirrored"
+            failure_text = "SIGTERM: a checkpoint was committed to %s, and is not mirrored"
             wait_mirror()
         except Exception:  # logged only: the signal ends this run, whatever was saved
-            log.exception(what, where)
+            log.exception(failure_text, where)
         except BaseException:  # an interrupt has ended the commit
             self.is_committing = False
             raise
@@ -128,14 +130,16 @@ class SigtermHandler:
 
     def pass_on_together(self) -> None:
         """Wait for all ranks, then `pass_on`: when one rank ends, a launcher ends the others. Collective."""
-        any_rank(False)  # its result means nothing: all ranks meet in it
+        any_rank(False)  # its result means nothing: all ranks meet in it, before a signal ends one of them
         self.pass_on()
 
     def restore(self) -> None:
         """Install the earlier handler again; pass on a signal that nothing was committed for."""
         self._is_in_use = False
         current: object = signal.getsignal(signal.SIGTERM)
-        if current is self and threading.current_thread() is threading.main_thread():  # else `__call__` runs it
+        # Only the main thread can install one. Elsewhere, or if another was installed over it, this handler stays,
+        # and `__call__` runs the earlier one.
+        if current is self and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
         self.pass_on()
 
@@ -180,9 +184,9 @@ class Preemption:
             raise ConfigError("model", type(model).__name__, "give a torch.nn.Module, or leave it out")
         if extra is not None and not callable(extra):
             raise ConfigError("extra", type(extra).__name__, "give a function: what it returns is saved")
-        if config.paths and not config.checkpoints:
+        if config.paths and not config.checkpoints:  # a commit keeps its checkpoint's tiles on the paths
             combinations.NONE_KEPT.refuse("checkpoints_kept", 0)
-        if self._handler is None:
+        if self._handler is None:  # else a call before this one has installed it
             self._handler = SigtermHandler()
             self._restore_handler = finalizer = weakref.finalize(optimizer, self._handler.restore)
             finalizer.atexit = False  # the end of the process ends it anyway
@@ -202,14 +206,18 @@ class Preemption:
 
     @property
     def note(self) -> bool | None:
-        """Whether this rank has had a SIGTERM; None if this is not in use, so ranks do not exchange it."""
+        """Whether this rank has had a SIGTERM, for ranks to exchange in a step; None if this is not in use."""
         return None if self._handler is None else self._handler.has_signal
 
     def after_call(self, optimizer: StatefulOptimizer, any_sigterm: bool | None) -> None:
-        """Commit if a rank has had a SIGTERM, and pass it on; with `is_late` only note it. Called at a step's end.
+        """Commit if a rank has had a SIGTERM, and pass it on. Called at the end of each step.
 
-        `any_sigterm` is whether any rank has noted a signal, if ranks have exchanged that in this step; else None,
-        and a collective asks for it.
+        With `is_late` only note that a commit is due.
+
+        Args:
+            optimizer: The optimizer.
+            any_sigterm: Whether any rank has noted a signal, as ranks have exchanged in this step. None if they have
+                not: then a collective asks for it.
         """
         handler = self._handler
         if handler is None:
@@ -224,14 +232,14 @@ class Preemption:
             self.commit(optimizer)
 
     def commit(self, optimizer: StatefulOptimizer) -> None:
-        """Commit if that is due, and pass the signal on."""
+        """Commit if `is_due`, and pass the signal on."""
         is_due = self.is_due
         self.is_due = False
         if is_due and self._handler is not None:
             self._handler.commit(partial(self._save, optimizer), optimizer.wait_mirror, self._name)
 
     def _save(self, optimizer: StatefulOptimizer) -> None:
-        """Save as `commit_on_sigterm` was told, and wait until that is committed."""
+        """Save as `commit_on_sigterm` was told, and wait until that is committed. Collective."""
         if callable(self._folder):
             self._folder()
             optimizer.wait_checkpoint()

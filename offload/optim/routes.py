@@ -48,11 +48,12 @@ def choose_route(
 ) -> Route:
     """Return the route for the device and the parameters; set `holder.is_deferred` where the engine opens late.
 
-    Without an accelerator gradients arrive in slots (`SlotRoute`), or stay where ranks reduce them after the hooks
-    (`ReducedRoute`). On one they stay until the step (`StepRoute`), or leave in backward (`DepartureRoute`). With
-    `gradient_memory` they leave in backward on any device.
+    Without an accelerator gradients arrive in slots (`SlotRoute`); if ranks reduce them, they stay where they are
+    reduced (`ReducedRoute`). On an accelerator they stay until the step (`StepRoute`), or leave in backward
+    (`DepartureRoute`). With `gradient_memory` they leave in backward on any device.
 
-    If settings allow for no route, close the holder and raise.
+    Raises:
+        ConfigError: The settings allow for no route; the holder is closed then.
     """
     parameters = [*parameters]
     config = holder.config
@@ -76,7 +77,8 @@ def choose_route(
         kind = StepRoute if config.keep_grads else DepartureRoute
         holder.is_deferred = config.opens_late
     route = kind(holder, weights, scaling, overlap)
-    # With `shard` gradients are reduced on all ranks, as under DDP.
+    # `shard` requires gradients that are alike on all ranks, as DDP reduces them. Without it a model's hook has to
+    # say that DDP does (`listen_to`).
     are_reduced = needs_no_reduction or all(map(_arrives_reduced, parameters)) or config.shard
     # With `gradient_memory` gradients leave for the paths, and no update in backward reads them.
     can_be_final = config.gradient_memory is None and not is_reduced_unseen
@@ -111,7 +113,10 @@ def check_gradients_arrive_reduced(config: OffloadConfig, parameters: Iterable[t
 
 
 def _arrives_reduced(parameter: torch.Tensor) -> bool:
-    """Return whether a gradient is reduced over all ranks when its hook runs."""
+    """Return whether a parameter's gradient is reduced over all ranks when its hook runs.
+
+    It is if there is one rank, or if the parameter is a `DTensor` over all ranks (`device_mesh` is a `DTensor`'s).
+    """
     world_size, _ = world()
     mesh = getattr(parameter, "device_mesh", None)
     is_over_all_ranks = mesh is not None and mesh.size() >= world_size
@@ -119,14 +124,18 @@ def _arrives_reduced(parameter: torch.Tensor) -> bool:
 
 
 class _ClearedGradient(NamedTuple):
-    """A gradient that was taken out of `.grad`; this keeps neither the tensor nor its memory alive."""
+    """A note of a gradient that was taken out of `.grad`; it keeps neither the tensor nor its memory alive."""
 
     bound: BoundParameter
     tensor: weakref.ref[torch.Tensor]
     storage: int | None  # torch's address of the tensor's storage; None if the gradient lies in its slot
 
     def is_held(self, held_storages: Container[int]) -> bool:
-        """Return whether somebody else holds the gradient; `held_storages` are those that others reach by views."""
+        """Return whether somebody else still holds the gradient, as a tensor or by a view of its memory.
+
+        `held_storages` are torch's addresses of storages that somebody holds by views. For a gradient in its slot
+        they are not needed: the slot knows whether anything holds its memory.
+        """
         if self.storage is None:
             return not self.bound.slot.is_free
         return self.tensor() is not None or self.storage in held_storages
@@ -144,7 +153,7 @@ class Route:
     needs_model_hook: bool = False
     """Whether FSDP2 copies gradients to the host, and no model has been hooked to learn when they have come."""
     announcer: Announcer | None = None
-    """Tells the engine to which pass a gradient belongs; called before the engine is told of the gradient itself."""
+    """Tells the engine to which pass a gradient belongs; the route calls it before it passes on the gradient."""
 
     @property
     def allows_updates_in_backward(self) -> bool:
@@ -156,9 +165,10 @@ class Route:
         self._overlap = overlap
         self._bound = weights.bound
         self._scaling = scaling
-        self._free_dealt_gradients = weights.forget_gradients  # whole ones, on the ranks that update them
+        self._free_dealt_gradients = weights.forget_gradients  # frees whole gradients of dealt weights
         self._handles: list[Any] = []  # of hooks, to remove them
-        self._unhooked: dict[BoundParameter, None] = {}  # attached frozen parameters, which torch refuses hooks of
+        # Attached parameters that have no hook yet: torch refuses hooks of frozen ones. (A dict, for its order.)
+        self._unhooked: dict[BoundParameter, None] = {}
         self._read_tensors: list[torch.Tensor] = []  # gradients that the step reads
         self._widened: dict[torch.Tensor, None] = {}  # parameters that get gradients in float32, as settings say
         _attached.add(self)
@@ -181,15 +191,19 @@ class Route:
         self.hook_thawed()
 
     def hook_thawed(self) -> None:
-        """Hook attached parameters that are not frozen any more; the step binds gradients that came before."""
+        """Hook attached parameters that have been thawed.
+
+        A gradient that came before its parameter was hooked lies in `.grad`, where `bind_gradients` finds it.
+        """
         for bound in [bound for bound in self._unhooked if bound.parameter.requires_grad]:
             self._hook(bound)
             del self._unhooked[bound]  # last: after an interrupt a second hook does no harm
 
     def _hook(self, bound: BoundParameter) -> None:
-        """Have autograd call `handle_arrival` with each gradient of a parameter, unless FSDP2 copies it to the host.
+        """Have autograd call `handle_arrival` for each gradient of a parameter.
 
-        With such a hook FSDP2 would wait for each copy; `StepRoute.hook_copied_groups` hooks its groups instead.
+        Parameters whose gradients FSDP2 copies to the host get no hook: with one, FSDP2 would wait for each copy.
+        `StepRoute.hook_copied_groups` hooks their groups instead.
         """
         if shards.copies_gradients_to_host(bound.parameter):
             return
@@ -197,7 +211,7 @@ class Route:
         self._handles.append(register(_ArrivalHook(self, bound)))
 
     def warn_of_clipping(self) -> None:
-        """Warn once if gradients have left `.grad`, where torch's `clip_grad_norm_` looks, and nobody clips here."""
+        """Warn if torch's `clip_grad_norm_` would find no gradients; here it finds them in `.grad`."""
 
     def handle_arrival(self, bound: BoundParameter, builds_graph: bool = False) -> None:
         """Handle a gradient that autograd has accumulated in `.grad`; after a broken step do nothing.
@@ -207,7 +221,7 @@ class Route:
             builds_graph: Whether it arrives in a backward with `create_graph=True`.
         """
         gradient = bound.parameter.grad
-        if gradient is None:
+        if gradient is None:  # an earlier hook has taken it, perhaps another optimizer's
             self._refuse_taken(bound)
             return
         if self.announcer is not None:
@@ -223,9 +237,13 @@ class Route:
             self._handle_gradient(bound, gradient)
 
     def _refuse_taken(self, bound: BoundParameter) -> None:
-        """Refuse a gradient that is gone when its hook runs, if it has left for another optimizer."""
-        others = (other for other in _attached if other is not self)
-        if self._engine.broken is None and any(other.has_departed(bound.parameter) for other in others):
+        """Raise if another optimizer has the gradient that this hook was to handle.
+
+        Called if `.grad` is None in the hook. If another optimizer has the same parameter, and its gradients leave
+        `.grad` in backward, its hook has taken the gradient. If nobody has taken it so, there is nothing to refuse.
+        """
+        other_routes = (other for other in _attached if other is not self)
+        if self._engine.broken is None and any(other.has_departed(bound.parameter) for other in other_routes):
             advice = (
                 "close the earlier optimizer of this parameter: its settings let gradients leave .grad in backward "
                 "(a traceback that is kept, as notebooks do, may hold it)"
@@ -242,7 +260,12 @@ class Route:
     def _mark_final(self, bound: BoundParameter, gradient: torch.Tensor | None = None) -> None:
         """Tell the engine that a gradient is final where it lies, so that updates in backward may read it.
 
-        None is that in `.grad`. Does nothing if it is part of a graph, or `bind_gradients` has to copy or reduce it.
+        Does nothing for a gradient that updates in backward cannot read in its place: one that is part of a graph, or
+        that `bind_gradients` has to copy or reduce first.
+
+        Args:
+            bound: The parameter.
+            gradient: Its gradient; None for the one in `.grad`.
         """
         if gradient is None:
             gradient = bound.parameter.grad
@@ -316,8 +339,9 @@ class Route:
     def take_grads(self, active: Iterable[BoundParameter]) -> list[BoundParameter]:
         """Set `.grad` of parameters to None: autograd must not add to gradients that the step reads.
 
-        The caller keeps the tensors that `tensors_read` returned. Runs on the engine thread, so that no interrupt
-        comes in between.
+        Runs on the engine thread, so that no interrupt comes in between. The caller keeps the tensors that
+        `tensors_read` has returned, one for each gradient outside the engine's memory. So a gradient's storage is
+        alive here, and has one owner for each gradient in it; more owners are views that somebody else holds.
 
         Returns:
             Parameters whose gradient somebody else still holds, and so could write to.
@@ -330,9 +354,10 @@ class Route:
                 cleared.append(self._cleared_gradient(bound, gradient))
             del gradient  # else this variable would count as somebody who holds it
         self._read_tensors.clear()
-        # One storage may have several gradients: FSDP2's of one group share it.
+        # How many tensors over each storage the caller keeps: several, where FSDP2's gradients of a group share one.
         kept_by_step = Counter(each.storage for each in cleared if each.storage is not None)
-        # Other owners of a storage are views that somebody holds. Who owns memory that is not torch's is not known.
+        # Memory that torch has not allocated may have owners that torch does not count: it is taken as held.
+        # (Owners are counted first, as `_is_of_torch` makes one more.)
         held_storages = {
             storage
             for storage, kept in kept_by_step.items()
@@ -369,7 +394,7 @@ class Route:
 
     @staticmethod
     def _has_unused_gradient(bound: BoundParameter) -> bool:
-        """Return whether a parameter has a gradient that no step has used as it is now."""
+        """Return whether a parameter has a gradient that was set or changed since the last step has used one."""
         gradient = bound.parameter.grad
         if gradient is None:
             return False
@@ -408,6 +433,7 @@ class Route:
         self._unhooked.clear()
         _attached.discard(self)
         for parameter in self._widened:
+            # Somebody has undone `widen` if this is torch's default, the parameter's dtype, or None, for any dtype.
             is_as_torch = parameter.grad_dtype in (None, parameter.dtype)
             if not is_as_torch and not any(parameter in other._widened for other in _attached):
                 _set_grad_dtype(parameter, parameter.dtype)
@@ -428,13 +454,13 @@ class _HostCopy(NamedTuple):
 class StepRoute(Route):
     """Leaves gradients where they lie until the step begins; updates in backward read those that are final.
 
-    It tells the engine that a gradient is final
+    When the route tells the engine that a gradient is final depends on who reduces it:
 
-    * in a single process, or of FSDP2's shards, which are reduced by then: when its hook runs;
-    * of shards whose gradients FSDP2 copies to the host: when the copy has ended. Nothing waits for that in backward:
-      after each group's reduction, and at the end of the pass, this looks which copies have ended;
-    * with DDP: when its bucket has been reduced, if a communication hook tells that (`listen_to`); else at the end of
-      the pass, when DDP has written reduced gradients to `.grad`.
+    * Nobody, in a single process, or FSDP2, before hooks run: when the gradient's hook runs.
+    * FSDP2, which then copies the gradient to the host: when the copy has ended. Nothing waits for that in backward:
+      after each group's reduction, and at the end of the pass, the route looks which copies have ended.
+    * DDP: when the gradient's bucket has been reduced, if a communication hook tells that (`listen_to`). Else at the
+      end of the pass, when DDP has written reduced gradients to `.grad`.
 
     If somebody reduces gradients after that, the step finds them changed and revokes the updates.
     """
@@ -449,25 +475,33 @@ class StepRoute(Route):
         self._host_copies: deque[_HostCopy] = deque()  # not handled yet, oldest first
 
     def hook_copied_groups(self, model: torch.nn.Module) -> bool:
-        """Hook the groups of a model whose gradients FSDP2 copies to the host; return whether FSDP2 shards it."""
+        """Hook those FSDP2 groups of a model whose gradients are copied to the host, each once.
+
+        If there is such a group, updates in backward are allowed from then on.
+
+        Returns:
+            Whether FSDP2 shards the model.
+        """
         groups = shards.fsdp_groups(model)
         for group in groups:
             copies = any(map(shards.copies_gradients_to_host, shards.gathered_by(group)))
             if copies and group not in self._hooked_groups:
                 self._hooked_groups.append(group)
                 self._handles.append(shards.PatchedMethod(group, "post_backward", self._after_reduction))
-                self.needs_model_hook = False  # so that updates in backward are allowed
+                self.needs_model_hook = False
         return bool(groups)
 
     def _after_reduction(self, group: Any, post_backward: Callable[..., Any], *arguments: Any) -> None:
-        """Call FSDP2's reduction of a group, note which gradients it has set or added to, and handle ended copies.
+        """Let FSDP2 reduce a group's gradients, and note the copies to the host that it begins then.
 
-        Replaces the group's `post_backward`, which reduces its gradients and begins to copy them to the host.
+        Replaces the group's `post_backward`, which does both, and calls it. Also handles the gradients of earlier
+        groups whose copies have ended meanwhile.
         """
         candidates = [
             (each, self._bound[each.sharded_param]) for each in group.fsdp_params if each.sharded_param in self._bound
         ]
-        # FSDP2 does not say which parameters of the group had a gradient: those whose `.grad` it changes.
+        # FSDP2 does not say which parameters of the group had a gradient in this pass. They are those whose `.grad`
+        # it changes.
         old_ids = [self.gradient_id(bound) for _, bound in candidates]
         post_backward(*arguments)
         last_event = None  # all copies are on one stream, so the last event comes after all of them
@@ -479,9 +513,9 @@ class StepRoute(Route):
                 reduced.append(bound)
         if reduced:
             self._host_copies.append(_HostCopy(last_event, reduced))
-            if _current_pass() != NO_PASS:  # else no call can be queued
+            if _current_pass() != NO_PASS:  # autograd queues calls only during a pass
                 _when_backward_ends(self._handle_ended_copies)  # after FSDP2's callback, which waits for the events
-        self._handle_ended_copies()
+        self._handle_ended_copies()  # of earlier groups
 
     @torch.no_grad()
     def _handle_ended_copies(self) -> None:
@@ -501,14 +535,20 @@ class StepRoute(Route):
         return self._engine.speculates
 
     def listen_to(self, buckets: Buckets) -> None:
-        """Take gradients from DDP's buckets from now on, as soon as these have been reduced."""
+        """Take gradients from DDP's buckets from now on, as soon as these have been reduced.
+
+        It is known by this that DDP reduces gradients, so updates in backward are allowed from now on.
+        """
         buckets.set_listener(self)
         others = [other for other in self._buckets if other is not buckets]
         self._buckets = [*others, buckets]
         self.gets_final_gradients = True  # the buckets tell when
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Mark a gradient final if it is reduced; else note it, and mark others final whose buckets are reduced."""
+        """Mark a gradient final if it is reduced by now; else note it, to mark it when DDP has reduced it.
+
+        With DDP this also looks which buckets have been reduced since the last gradient came.
+        """
         if not self._engine.speculates:  # no update before the step would read it
             return
         # FSDP2's shards are reduced when they arrive; those that it copies to the host arrive after their copy.
@@ -544,13 +584,14 @@ class StepRoute(Route):
     def _queue_end_of_pass(self) -> None:
         """Have autograd call `_end_pass` after DDP's callback, which writes reduced gradients to `.grad`.
 
-        DDP queues its callback after `_begin_pass` has queued this call, so this queues once more.
+        Autograd calls in the order of queueing, and DDP queues its callback after `_begin_pass` has queued this one.
+        So this one runs first, and queues `_end_pass` behind DDP's.
         """
         _when_backward_ends(self._end_pass)
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """Mark the gradients of a pass final that are still left: DDP has written them to `.grad`."""
+        """Mark the gradients of a pass final that no reduced bucket has shown: DDP has written them to `.grad`."""
         bounds = self._not_final
         self._not_final = {}
         for buckets in self._buckets:
@@ -560,21 +601,27 @@ class StepRoute(Route):
 
 
 class ReducedRoute(StepRoute):
-    """Reads gradients in host memory where ranks have reduced them, in the dtype that they are reduced in."""
+    """A `StepRoute` for weights in host memory whose gradients ranks reduce, or that are `DTensor`s.
+
+    Gradients keep the dtype that they are reduced in, so autograd does not accumulate in a wider one.
+    """
 
     allows_wider_gradients = False
 
 
 class SlotRoute(Route):
-    """Takes norms of gradients in host memory on arrival, while they are in cache, and makes `.grad` the slot."""
+    """Moves each gradient in host memory to its gradient slot as it arrives; `.grad` is the slot from then on.
+
+    In the same pass over memory the engine sums the squares for the norm, while the gradient is in cache.
+    """
 
     has_slots = True
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
         self._slot_addresses: set[int] = set()  # by which `_is_slot` knows gradients that lie in slots
-        _references_alone()  # counted here once, as hooks run in a backward pass
-        self._is_held = False  # whether somebody holds the gradient that arrives
+        _references_alone()  # counts by a backward pass of its own, so not first within a hook; cached from now on
+        self._is_held = False  # whether somebody beside `.grad` holds the gradient that is arriving
 
     def attach(self, bound: BoundParameter) -> None:
         """Give a parameter a gradient slot, and hook it."""
@@ -584,15 +631,16 @@ class SlotRoute(Route):
         super().attach(bound)
 
     def handle_arrival(self, bound: BoundParameter, builds_graph: bool = False) -> None:
-        """See `Route.handle_arrival`."""
-        # Now, while no variable of ours holds the gradient.
+        """Note whether the program holds the gradient; then see `Route.handle_arrival`."""
+        # References are counted before anything else, while no variable of ours holds the gradient.
         self._is_held = _references_to_gradient(bound.parameter) > _references_alone()
         super().handle_arrival(bound, builds_graph)
 
     def _handle_gradient(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Let the engine take a gradient's norm, and copy the gradient to its slot, which becomes `.grad`.
+        """Let the engine take a gradient's norm, and move the gradient to its slot, unless it lies there already.
 
-        A gradient that cannot lie in the slot stays in `.grad`, where `bind_gradients` finds it.
+        The first pass's gradient is moved; further passes accumulate in the slot, as it is `.grad` by then. A
+        gradient that may not lie in the slot stays where it is, and `bind_gradients` finds it there.
         """
         if shards.is_dtensor(bound.parameter):
             return  # FSDP2 adds to a gradient in the memory that its reduction has written
@@ -600,21 +648,24 @@ class SlotRoute(Route):
         slot = bound.slot
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
             self._engine.gradients.arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
-            bound.gathered_version = gradient._version
+            bound.gathered_version = gradient._version  # of which the engine has taken the norm
         elif self._may_lie_in_slot(bound, gradient):
             self._move_to_slot(bound, gradient)
 
     def _may_lie_in_slot(self, bound: BoundParameter, gradient: torch.Tensor) -> bool:
         """Return whether a gradient that lies elsewhere may be moved to its slot.
 
-        Not one that a program holds, nor one in its memory: what is written there counts, as with torch. A gradient
-        that nobody has written to since it was made was made by this pass; its memory is autograd's.
+        A gradient stays where it is if the program holds it, or if it lies in the program's memory: what the program
+        writes there has to count in the step, as with torch. A gradient of version 0, to which nobody has written
+        since it was made, was made by this pass in memory of autograd's. Of any other one the storage's owners are
+        looked at.
         """
         weight, slot = bound.parameter, bound.slot
         is_part_of_graph = gradient.requires_grad
+        # The slot becomes `.grad`, to which later passes add: torch has to take its dtype there. None: it takes any.
         accumulates_in_slot_dtype = weight.grad_dtype in (None, slot.dtype)
-        is_not_narrowed = gradient.dtype in (slot.dtype, weight.dtype)
-        is_of_program = self._is_held or gradient._is_view()
+        is_not_narrowed = gradient.dtype in (slot.dtype, weight.dtype)  # the slot's is the weight's, or float32
+        is_of_program = self._is_held or gradient._is_view()  # a view may be of anybody's tensor
         if not is_of_program and _version(gradient):
             storage = _storage_address(gradient)
             is_of_program = _owner_count(storage) > 1 or not _is_of_torch(storage)
@@ -629,9 +680,9 @@ class SlotRoute(Route):
         if in_slot is None:
             return
         gradients = self._engine.gradients
-        if _lies_as(gradient, bound.parameter):
+        if _lies_as(gradient, bound.parameter):  # the engine copies memory to memory, in one pass with the norm
             gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-        else:
+        else:  # torch has to change the order of elements
             gradients.take_memory()  # the slot's memory may have been given back while parked
             in_slot.copy_(gradient)
             gradients.arrived(bound.position, bound.slot.address, DTYPE_CODES[bound.slot.dtype])
@@ -653,13 +704,18 @@ class SlotRoute(Route):
 
 
 class DepartureRoute(Route):
-    """Sends gradients off a GPU, or to buffers, during backward: `.grad` is None before the next gradient arrives."""
+    """Sends each gradient off as it arrives in backward, and sets its `.grad` to None at once.
+
+    The engine copies it off the GPU, or to buffers (`gradient_memory`). A gradient that the GPU's updates read stays
+    in GPU memory, held by `departures`.
+    """
 
     def __init__(self, holder: EngineHolder, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(holder, weights, scaling, overlap)
         self.departures: dict[BoundParameter, torch.Tensor | None] = {}
-        """Parameters whose gradients have left `.grad`; with the tensor if the GPU reads it and adds to it until the
-        step. This only holds the memory: the engine knows which gradients there are.
+        """Parameters whose gradients have left `.grad` since the last step. Each has its tensor if the gradient stays
+        on the GPU, which adds to it, and reads it in the step; else None. This keeps memory alive; the engine has the
+        account of which gradients there are.
         """
         self._storages: dict[BoundParameter, StorageWeakRef] = {}  # of each parameter's last gradient
         self._leave_for_buffers = holder.config.gradient_memory is not None
@@ -667,7 +723,10 @@ class DepartureRoute(Route):
         self._has_warned = False  # of clipping
 
     def warn_of_clipping(self) -> None:
-        """Warn once, as in the base class: torch's function would return 0 and clip nothing, without a word."""
+        """Warn, in the first step, unless the caller has clipped by `OffloadedOptimizer.clip_grad_norm_`.
+
+        torch's `clip_grad_norm_` would find no gradient, and return 0 without a word.
+        """
         if not (self._has_warned or self._scaling.has_clipped):
             log.warning(
                 "gradients leave .grad as they arrive, so torch.nn.utils.clip_grad_norm_ would find none and clip "
@@ -689,7 +748,7 @@ class DepartureRoute(Route):
             return  # part of a graph: it stays until the step
         self._send_off(bound, local_gradient)
         pass_number = _current_pass()
-        if pass_number not in (NO_PASS, self._pass_number):
+        if pass_number not in (NO_PASS, self._pass_number):  # once a pass; autograd queues calls only during one
             self._pass_number = pass_number
             _when_backward_ends(self._end_backward)
 
@@ -699,10 +758,13 @@ class DepartureRoute(Route):
             self._engine.gradients.end_backward()
 
     def _send_off(self, bound: BoundParameter, gradient: torch.Tensor) -> None:
-        """Pass a gradient to the engine, which copies it off the GPU or adds it there, and set `.grad` to None."""
+        """Pass a gradient to the engine, which copies it off the GPU or adds it there, and set `.grad` to None.
+
+        Also notes it: in `departures`, with its storage, and, if it is added to one that was clipped, for `Scaling`.
+        """
         weight = shards.local(bound.parameter)
         gradients = self._engine.gradients
-        # The engine is asked, as it counts right even where an interrupt has ended an earlier call.
+        # The engine is asked, and not `departures`, as its count is right even after an interrupt of an earlier call.
         is_first = not gradients.has_arrived(bound.position)
         if not is_first:  # the engine adds it to an earlier one, which may have been clipped
             self._scaling.note_addition(bound)
@@ -717,14 +779,15 @@ class DepartureRoute(Route):
         mark = gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         bound.parameter.grad = None
         if mark is not None:  # the GPU reads the gradient until the mark: its memory must not be used again before
-            has_other_streams = bound.cut is not None  # FSDP2's
+            # On this route only a `DTensor` is cut. FSDP2 uses its gradient's memory again on streams of its own.
+            has_other_streams = bound.cut is not None
             gradients.hold(gradient, mark, elsewhere=has_other_streams)
 
     def _note_storage(self, bound: BoundParameter, gradient: torch.Tensor, is_first: bool) -> None:
-        """Note a gradient's storage; refuse one that the pass before used, too, while the GPU may still read it.
+        """Note a gradient's storage; refuse a storage that the last pass's gradient had, too.
 
-        A replayed CUDA graph writes several passes' gradients to one storage, and does not wait for readers. Where
-        gradients leave for buffers, the copy has ended by then.
+        The GPU may still read that gradient. A replayed CUDA graph writes several passes' gradients to one storage,
+        and does not wait for readers. Where gradients leave for buffers this does no harm: the copy has ended.
 
         Args:
             bound: The parameter.
@@ -761,7 +824,7 @@ class DepartureRoute(Route):
         return GradientId(weakref.ref(bound.parameter), bound.arrivals, 0)
 
     def forget_departed(self) -> None:
-        """Let the engine forget gradients that were taken out of `.grad`, and drop those that it has forgotten."""
+        """Let the engine forget gradients that have left `.grad`; then drop the references to them."""
         try:
             if self.departures:
                 self._engine.gradients.forget(self._departed_on_gpu())
@@ -780,7 +843,7 @@ class DepartureRoute(Route):
     def drop_departed(self) -> None:
         """Drop gradients that left `.grad` during backward, as the step has begun."""
         if self.departures:  # else no parameter may be attached yet, as where all are frozen
-            self._engine.gradients.forget()
+            self._engine.gradients.forget()  # names no tensors: the pending step keeps those that it reads
         self.drop_references()
 
     def drop_references(self) -> None:
@@ -802,15 +865,15 @@ class _ArrivalHook:
         """Have the route handle the gradient, unless optimizer or parameter are gone; autograd calls this."""
         route, bound = self._route(), self._bound()
         if route is not None and bound is not None:
-            builds_graph = torch.is_grad_enabled()
+            builds_graph = torch.is_grad_enabled()  # autograd enables it in hooks only with `create_graph=True`
             with torch.no_grad():
                 route.handle_arrival(bound, builds_graph)
 
 
 def _set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Set the dtype of a parameter's gradients; one that there is becomes one of that dtype.
+    """Set the dtype of a parameter's gradients, and convert a gradient that is in `.grad`.
 
-    torch allows it only while there is none.
+    torch lets the dtype be set only while `.grad` is None.
     """
     gradient = parameter.grad
     parameter.grad = None
@@ -831,14 +894,14 @@ def _when_backward_ends(call: Callable[[], None]) -> None:
 
 
 def _version(gradient: torch.Tensor) -> int:
-    """Return a gradient's version; 0 for one that was made in inference mode, which has no count."""
+    """Return a gradient's version; 0 for one that was made in inference mode, which has no version counter."""
     return 0 if gradient.is_inference() else shards.version(gradient)
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    """Return torch's address of a tensor's storage.
+    """Return torch's address of a tensor's storage: of the C++ object, not of the memory.
 
-    Not by `untyped_storage`, which makes a Python object that is one more owner of the storage.
+    `untyped_storage` would tell it, too, but makes a Python object that is one more owner of the storage.
     """
     return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
 
@@ -849,24 +912,34 @@ def _owner_count(storage: int) -> int:
 
 
 def _is_of_torch(storage: int) -> bool:
-    """Return whether torch has allocated a storage's memory, for this process alone; else its owners are unknown.
+    """Return whether torch has allocated a storage's memory, for this process alone.
 
-    Makes one more owner, so count them before. The storage's tensor must be alive.
+    Else its memory may have owners that torch does not count: a NumPy array, another process.
+
+    Args:
+        storage: torch's address of it. A tensor over it must be alive. This makes one more owner of the storage, so
+            count owners before.
     """
-    found = torch.UntypedStorage._new_with_weak_ptr(storage)
-    # Not resizable are NumPy arrays, buffers and DLPack's. On other devices `is_shared` says nothing.
-    return bool(found.resizable()) and not (found.device.type == "cpu" and found.is_shared())
+    wrapper = torch.UntypedStorage._new_with_weak_ptr(storage)
+    # Memory of NumPy arrays, of buffers and from DLPack is not resizable. On other devices `is_shared` says nothing.
+    return bool(wrapper.resizable()) and not (wrapper.device.type == "cpu" and wrapper.is_shared())
 
 
 def _references_to_gradient(parameter: torch.Tensor) -> int:
-    """Return how many references there are to a parameter's gradient, of Python and C++, while they are counted."""
+    """Return how many references there are to a parameter's gradient, of Python and of C++.
+
+    The counting itself holds some, so the number means something only beside that of `_references_alone`.
+    """
     gradient = parameter.grad
     return 0 if gradient is None else sys.getrefcount(gradient) + int(gradient._use_count())  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _references_alone() -> int:
-    """Return `_references_to_gradient` of a gradient that autograd has just made, and `.grad` alone holds."""
+    """Return `_references_to_gradient` for a gradient that autograd has just made, and that `.grad` alone holds.
+
+    Counted once, in a hook of a backward pass through one parameter.
+    """
     counts: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         parameter: Any = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -876,7 +949,11 @@ def _references_alone() -> int:
 
 
 def _cut_of_gradient(bound: BoundParameter) -> Cut | None:
-    """Return how a gradient has yet to be cut for this rank; None for a `DTensor`'s, which is this rank's shard."""
+    """Return the cut that takes this rank's elements out of a local gradient; None if it has no others.
+
+    With `shard` the gradient of a plain tensor is whole on every rank. A `DTensor`'s local gradient is this rank's
+    shard already.
+    """
     return None if shards.is_dtensor(bound.parameter) else bound.cut
 
 

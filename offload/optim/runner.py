@@ -1,8 +1,9 @@
 """Runs an optimizer class of torch's kind on views of packed state, one parameter at a time; for `wrap`.
 
 Which state the class keeps is found out by two steps on fake tensors (without memory), as some state appears only in
-the first step. Every update starts from the group (hyperparameters) as it was before the step. A class may change its
-group in a step; then all parameters' updates must leave it equal, and the change is made once.
+the first step. A class may change its group (hyperparameters) in a step, as one with a schedule of its own does. As
+each parameter is updated alone, each update starts from the group as it was before the step; all updates have to
+leave the group alike, and the change is made once.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from offload.protocols import SegmentFlag
 from offload.rules import MASTER, PACKED, ClassRule, plain_number
 
 Group = dict[str, Any]
+"""A parameter group as torch has it, or its hyperparameters alone."""
 
 
 class _Trial(NamedTuple):
@@ -49,9 +51,13 @@ class _Trial(NamedTuple):
 
 
 class _PackingKey(NamedTuple):
-    """What decides how a parameter's state is packed.
+    """What decides how a parameter's state is packed: parameters with the same key share a packing.
 
-    `group` is the number of the group; `name` is "" for parameters without attributes, as state may depend on these.
+    Attributes:
+        name: Of a parameter on which the user has set attributes, as the class may look at them; "" for all others.
+        group: The number of its group.
+        shape, stride: Its shape and strides.
+        master_dtype: The dtype in which the class updates it.
     """
 
     name: str
@@ -84,26 +90,27 @@ OWN_ATTRIBUTES = frozenset({"state", "param_groups", "defaults"})
 
 
 LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-"""What `torch.tensor` does with a tensor of the numbers that it was given."""
+"""The operations by which `torch.tensor` makes a tensor of the numbers that it is given."""
 
 
 class _ReadsAsOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes fake tensors read as the number 1: a class may read one, for an `if`, and fake tensors have no values.
 
-    What is computed of real tensors alone, as of a rate that was given in one, has its values.
+    Operations on real tensors alone are computed, and read as what they are: a rate may be given as a real tensor.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; return 1 in the tensor's type where a fake tensor is read. torch calls this."""
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         is_new = func in LIFTS  # the class makes a tensor of numbers, which is to be fake
-        # A trial changes nothing real.
+        # An operation on real tensors alone is computed outside the fake mode, unless it would change one of them: a
+        # trial changes nothing real.
         if tensors and not is_new and not func._schema.is_mutable and not any(map(_is_fake, tensors)):
             with unset_fake_temporarily():
                 return func(*args, **(kwargs or {}))
         try:
             return func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
+        except DataDependentOutputException:  # what a fake tensor raises when its value is read
             dtype = args[0].dtype
             if dtype is torch.bool:
                 return True
@@ -185,21 +192,25 @@ class ClassRunner:
         return self.of_class(params, *self._args, **self._kwargs)
 
     def complete_groups(self, params: Iterable[Any]) -> tuple[list[Group], dict[str, Any]]:
-        """Return groups with all hyperparameters that the class adds, and its defaults; nothing is allocated.
+        """Complete groups by the hyperparameters that the class adds, by making an optimizer of the class.
 
-        The class is made with trial tensors, of the parameters' shapes and without memory. The optimizer is kept:
-        updates lend it one parameter's view and state after another.
+        It is made with trial tensors, of the parameters' shapes and without memory, so nothing is allocated. This
+        runner keeps it: updates lend it one parameter's view and state after another.
 
         Args:
             params: The parameters or groups, as for the class.
+
+        Returns:
+            The groups, with the user's parameters and all hyperparameters; and the class's defaults.
 
         Raises:
             ConfigError: An option cannot be used here, or the class has tensors outside of its state, or makes groups
                 of its own.
         """
-        given = [params] if isinstance(params, torch.Tensor | Mapping) else [*params]
-        are_groups = not given or isinstance(given[0], Mapping)  # nothing stays nothing, which torch refuses
-        groups = [*map(dict, given)] if are_groups else [{"params": given}]
+        # As in torch: one parameter or group, or several of a kind; a parameter may be a pair of name and tensor.
+        entries = [params] if isinstance(params, torch.Tensor | Mapping) else [*params]
+        are_groups = not entries or isinstance(entries[0], Mapping)  # no entries stay none, which torch refuses
+        groups = [*map(dict, entries)] if are_groups else [{"params": entries}]
         for group in groups:
             items = group.get("params", ())
             group["params"] = [items] if isinstance(items, torch.Tensor) else [*items]
@@ -209,6 +220,7 @@ class ClassRunner:
                 {**group, "params": [_trial_tensor_of(item, trial_tensors) for item in group["params"]]}
                 for group in groups
             ]
+            # Groups or parameters, as the user gave them: the class may tell the two apart.
             optimizer = self._make_optimizer(trial_groups if are_groups else trial_groups[0]["params"])
         self._check_same_groups(optimizer, trial_groups)
         self._inner = optimizer  # `step_packed` lends it one parameter after another
@@ -223,9 +235,10 @@ class ClassRunner:
         return full_groups, dict(optimizer.defaults)
 
     def _check_same_groups(self, optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
-        """Refuse a class that does not keep the groups that it is given."""
-        given = [{id(item[-1] if isinstance(item, tuple) else item) for item in group["params"]} for group in groups]
-        if [{*map(id, group["params"])} for group in optimizer.param_groups] != given:
+        """Refuse a class that regroups its parameters: its groups have to have those of `groups`, in their order."""
+        # The tensor of each item, which may be a pair of name and tensor.
+        ids = [{id(item[-1] if isinstance(item, tuple) else item) for item in group["params"]} for group in groups]
+        if [{*map(id, group["params"])} for group in optimizer.param_groups] != ids:
             advice = (
                 "use one that keeps its groups, and give it those that this one makes: of "
                 f"{len(groups)} it has made {len(optimizer.param_groups)}, with other parameters"
@@ -247,7 +260,8 @@ class ClassRunner:
     def rule_of(self, parameter: torch.Tensor, name: str, group: Mapping[str, Any], number: int) -> ClassRule:
         """Return the rule of a parameter in group `number`.
 
-        Which state the class keeps is found out by a trial on fake tensors, once for each shape, dtype and group.
+        Which state the class keeps is found out by a trial on fake tensors, once for each shape, dtype and group. The
+        trial also notes whether the class changes groups. The first call for a group notes its hyperparameters.
 
         Raises:
             ConfigError: The class keeps a value that cannot be packed; names the parameter.
@@ -283,16 +297,18 @@ class ClassRunner:
         A class may look at attributes that the user has set on a parameter, and at its group's "param_names".
         """
         for name, parameter in parameters:
-            if name not in self._attributes and vars(parameter):  # else its packing is found under another key
+            # Decided when a parameter is first noted: with another key its packing would not be found later.
+            if name not in self._attributes and vars(parameter):
                 self._with_attributes.add(name)
             self._attributes[name] = number, vars(parameter)
         if have_names:
             self._with_names.add(number)
 
     def _as_parameter(self, tensor: torch.Tensor, name: str, *, is_trial: bool = True) -> torch.nn.Parameter:
-        """Return a tensor as a parameter with the attributes of the one that has this name.
+        """Return a tensor as a parameter, with the attributes that the user has set on the parameter of this name.
 
-        A trial's has copies of lists and the like, which the class may change.
+        In an update the class gets the user's own values; in a trial copies of lists, tensors and the like, which the
+        class may change in place.
         """
         parameter = torch.nn.Parameter(tensor)
         if self._attributes_in_step is not None:
@@ -305,7 +321,10 @@ class ClassRunner:
     def _group_of(
         self, parameters: Sequence[torch.Tensor], names: list[str], values: Mapping[str, Any], number: int
     ) -> Group:
-        """Return a group of parameters and copies of hyperparameters, with names if group `number` has them."""
+        """Return a new group of these parameters, with copies of the hyperparameters `values`.
+
+        It has the parameters' `names` if the user has named the parameters of group `number`.
+        """
         named = {"param_names": names} if number in self._with_names else {}
         return {**deepcopy(dict(values)), "params": [*parameters], **named}
 
@@ -332,7 +351,7 @@ class ClassRunner:
 
     @property
     def keys(self) -> set[Any]:
-        """The keys that any state may have."""
+        """All keys that the state of some parameter may have."""
         return {key for packing in self._packings.values() for key in packing.keys}
 
     def _gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -365,27 +384,39 @@ class ClassRunner:
         name: str,
         number: int,
     ) -> dict[Any, Form | None]:
-        """Return the forms of the state that the class keeps of a parameter, by key, after `STEPS` fake steps.
+        """Return the form of each value that the class keeps of a parameter, by key, after `STEPS` fake steps.
 
-        Also notes whether the class changes its group in a step.
+        A value that was None after each step has no form: None. Also notes whether the class changes its group in a
+        step.
+
+        Args:
+            size: The parameter's shape.
+            stride: Its strides.
+            dtype: The dtype in which the class updates it.
+            group: Its group's hyperparameters.
+            name: Its name.
+            number: Its group's number.
         """
         forms: dict[Any, Form | None] = {}
         before = _without_parameters(group)
+        # Copied outside of the fake mode, so that a rate that is a real tensor stays one; its parameter is set below.
         own_group = self._group_of([], [name], before, number)
         with _without_memory():
             trial_tensor = self._as_parameter(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), name)
             own_group["params"] = [trial_tensor]
             optimizer = self._make_optimizer([own_group])
             for step in range(STEPS + 1):
-                if step:  # at first none is taken: some classes have state at once
+                if step:  # state is looked at before the first step, too: some classes make it in their constructor
                     gradient_dtype = self._gradient_dtype(dtype)
                     gradient = torch.empty_strided(size, stride, dtype=gradient_dtype, device="cpu")
                     _set_grad(trial_tensor, gradient)
                     step_alone(optimizer)
-                if others := [key for key in optimizer.state if key is not trial_tensor]:
-                    raise self._refusal(f"{others[0]!r} of none")
+                # torch allows other keys than parameters in `state`; their values would be stored nowhere.
+                if stray := [key for key in optimizer.state if key is not trial_tensor]:
+                    raise self._refusal(f"{stray[0]!r} of none")
                 for key, value in optimizer.state.get(trial_tensor, {}).items():
                     form = self._form_of(key, value, name)
+                    # A form must not become another one. None is no form: a value may come, or go, in a later step.
                     if forms.get(key) not in (None, form) and form is not None:
                         raise self._refusal(f"{key!r}, which was {forms[key]} and is {form} a step later", name)
                     forms[key] = form or forms.get(key)  # None as long as only None was seen
@@ -396,7 +427,7 @@ class ClassRunner:
         """Return the form of a value that the class keeps; refuse what cannot be packed or named in a checkpoint."""
         try:
             form = Form.of(value)
-            if not is_plain(key) or isinstance(key, torch.Tensor):
+            if not is_plain(key) or isinstance(key, torch.Tensor):  # `is_plain` takes tensors of one element, too
                 raise TypeError("a key that is neither text nor number")
             check_text(str(key))
         except (TypeError, ValueError) as cause:
@@ -406,6 +437,7 @@ class ClassRunner:
     def _note_changes_of_group(self, before: Group, after: Group) -> None:
         """Note whether the class changes its group in a step; refuse changes that no checkpoint could hold."""
         changed = _changed_names(before, after)
+        # (A name that the class has removed is not among `changed`.)
         self.changes_groups |= bool(changed) or before.keys() != after.keys()
         if not_plain := [name for name in changed if not is_plain(after[name])]:
             raise self._refusal(f"{not_plain[0]!r} in its groups, which changes, and no checkpoint could hold")
@@ -417,9 +449,15 @@ class ClassRunner:
     ) -> None:
         """Refuse a class whose update of a parameter depends on other parameters or groups, as here it runs alone.
 
-        A trial with real tensors: small ones like the smallest parameter of each dtype and number of dimensions of
-        group `number`, one more like the first, and one in a second group with half the rate. One optimizer of the
-        class updates them together, and this runner each by itself. The results have to be equal.
+        The class is tried on small real tensors. They are like the smallest parameter of each *kind* (dtype and
+        number of dimensions) of group `number`; one more is like a parameter of the first kind; and so is the last,
+        which is in a second group with half the rate. One optimizer of the class updates all of them together, and
+        this runner updates each by itself. The results have to be equal.
+
+        Args:
+            parameters: The group's parameters, each after its name.
+            group: Its hyperparameters.
+            number: Its number.
 
         Raises:
             ConfigError: The results differ; or the class keeps something in attributes of its own.
@@ -429,20 +467,25 @@ class ClassRunner:
         if not smallest or (number, *smallest) in self._tried_forms:  # nothing is updated, or this was tried before
             return
         first_kind, *_ = smallest
+        # Two more parameters of the first kind.
         others = [named for named in parameters if named[0] != smallest[first_kind][0]]
         more = [named for named in others if first_kind in self._smallest_by_kind([named])][:2]
-        if number not in self._with_names:  # made-up names may stand twice in a group
+        # If there are not two, the first one takes their place; unless the user has named the group's parameters, as
+        # real names never stand twice in a group.
+        if number not in self._with_names:
             more += [smallest[first_kind]] * (2 - len(more))
         trials = _trials_of([*smallest.values()], more, _without_parameters(group))
+        # Find out how their state is packed, and whether groups change: `_step_alone` runs on a copy of this runner,
+        # and what only the copy notes is lost.
         for trial in trials:
             self.rule_of(trial.like, trial.name, group, number)
         with torch.random.fork_rng(devices=[]):  # the trial seeds the CPU's generator, which is restored afterwards
-            optimizer, together = self._step_together(trials, number)
+            optimizer, results = self._step_together(trials, number)
             alone = copy(self)  # another thread may be using `self._inner`
             alone._inner = optimizer
             alone._is_trial = True
             has_types = len({dtype for dtype, _ in smallest}) > 1
-            for at, (trial, expected) in enumerate(zip(trials, together, strict=True)):
+            for at, (trial, expected) in enumerate(zip(trials, results, strict=True)):
                 if not _are_equal(alone._step_alone(trial, number, at), expected):
                     advice = (
                         "use one that updates each parameter by itself, from its own gradient, state and group: in "
@@ -454,11 +497,11 @@ class ClassRunner:
         self._tried_forms.add((number, *smallest))
 
     def _try_closure(self, trial: _Trial, number: int) -> None:
-        """Note whether the class calls a closure as it is called here: once, before the update."""
+        """Note whether the class calls a closure as it is called here, once and before the update; or never."""
         dtype = torch.float32 if self.masters else trial.like.dtype
         trial_tensor, optimizer = self._trial_optimizer(tuple(trial.like.shape), dtype, number, trial.name)
         before = trial_tensor.detach().clone()
-        calls: list[bool] = []  # whether the tensor was not updated yet
+        calls: list[bool] = []  # for each call: whether it came before the update, so that the tensor was as before
 
         @torch.no_grad()
         def closure() -> torch.Tensor:
@@ -466,14 +509,17 @@ class ClassRunner:
             calls.append(torch.equal(trial_tensor, before))
             return torch.ones((), dtype=torch.float32, device="cpu")
 
-        with suppress(Exception):  # of a step without such an argument
+        with suppress(Exception):  # a class whose step takes no closure raises, and has called none
             step_alone(optimizer, closure)
         self.calls_closure_first &= calls in ([], [True])
 
     def _smallest_by_kind(
         self, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> dict[tuple[torch.dtype, int], tuple[str, torch.Tensor]]:
-        """Return the smallest updated parameter, with its name, of each master's dtype and number of dimensions."""
+        """Return the smallest parameter of each kind, after its name; without frozen and empty ones.
+
+        The kind is the dtype in which the class updates a parameter, and its number of dimensions.
+        """
         smallest: dict[tuple[torch.dtype, int], tuple[str, torch.Tensor]] = {}
         for name, parameter in parameters:
             kind = torch.float32 if self.masters else parameter.dtype, parameter.dim()
@@ -484,7 +530,10 @@ class ClassRunner:
         return smallest
 
     def _random_values(self, like: torch.Tensor, at: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return random values for trial number `at`: its weight, and its gradient in each step, flat."""
+        """Return random values for trial number `at`: its weight, and its gradient in each step, all flat.
+
+        They are the same at each call, so that a trial can be repeated.
+        """
         generator = torch.Generator().manual_seed(at)
         dtype = torch.float32 if self.masters else like.dtype
 
@@ -498,12 +547,17 @@ class ClassRunner:
         return weight, gradients
 
     def _step_together(self, trials: Sequence[_Trial], number: int) -> tuple[torch.optim.Optimizer, list[Any]]:
-        """Update the weights of all trials, of group `number`, by one optimizer of the class.
+        """Update the weights of all trials, of group `number`, by one optimizer of the class, in several steps.
+
+        The last trial has a group of its own.
 
         Returns:
-            The optimizer; and weight, state and group of each trial afterwards. The last trial has its own group.
+            The optimizer; and for each trial what `_step_alone` is to return: weight, state and group afterwards.
+
+        Raises:
+            ConfigError: The class drops `.grad` in a step, or changes its own attributes.
         """
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # as in `_step_alone`: the class may draw random numbers
         drawn = [self._random_values(trial.like, at) for at, trial in enumerate(trials)]
         forms = [(trial.like.size(), trial.like.stride()) for trial in trials]
         names = [trial.name for trial in trials]
@@ -520,7 +574,9 @@ class ClassRunner:
                 for weight, (_, gradients), form in zip(weights, drawn, forms, strict=True):
                     _set_grad(weight, gradients[step].as_strided(*form))
                 step_alone(optimizer)
-                if any(weight.grad is None for weight in weights):  # those of the model would stay
+                # In real updates the class is given a view of the weight. It would drop the view's gradient alone,
+                # and the model would keep its own.
+                if any(weight.grad is None for weight in weights):
                     advice = "use one that leaves .grad to the loop, which calls zero_grad: it drops them in its step"
                     raise ConfigError("wrap", self.name, advice)
         for name, value in _other_attributes(optimizer).items():  # these would not be offloaded, nor saved
@@ -536,11 +592,17 @@ class ClassRunner:
 
     @torch.no_grad()
     def _step_alone(self, trial: _Trial, number: int, at: int) -> Any:
-        """Update one trial's weight by `update`, as the engine's parameters are; return weight, state and group.
+        """Update one trial's weight as the engine would, by `update` on packed state, in several steps.
 
-        `number` is the group's, `at` the trial's.
+        Args:
+            trial: The trial.
+            number: The group's number.
+            at: The trial's number, which decides its random values.
+
+        Returns:
+            Weight, state and group afterwards, to be compared with those of `_step_together`.
         """
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # as in `_step_together`
         name, like, values = trial
         weight, gradients = self._random_values(like, at)
         rule = self.rule_of(like, name, values, number)
@@ -548,10 +610,11 @@ class ClassRunner:
         parameter = Parameter(
             name, weight.numel(), code, number, shape=(*like.shape,), stride=like.stride(), rule=rule
         )
+        # All 0: there is no state yet.
         packed_words = torch.zeros(rule.numel_of(PACKED, weight.numel()), dtype=torch.float32, device="cpu")
         for gradient in gradients:
-            self._groups_after = {}  # not cleared: this runner is a copy, and the original has the same dict
-            scalars = rule.row(1, values, grad_scale=1.0)
+            self._groups_after = {}  # a new dict: this runner is a shallow copy, and the original has the old one
+            scalars = rule.row(1, values, grad_scale=1.0)  # a class's rule looks at no step number, so 1 each time
             segment = SegmentTensors(
                 weight, state=(), gradient=gradient.clone(), weight=None, flags=SegmentFlag(0), scalars=scalars
             )
@@ -561,9 +624,10 @@ class ClassRunner:
         return weight.as_strided(like.size(), like.stride()), state, values
 
     def state_of_empty(self, parameter: Parameter, count: int) -> dict[Any, Any]:
-        """Return the state that the class keeps of a parameter without elements, of which nothing is stored.
+        """Return the state of a parameter without elements, after `count` updates.
 
-        So the class makes it anew, in a step of a trial tensor. Its "step", if that is a number, becomes `count`.
+        Nothing is stored of such a parameter, so the class makes its state anew, in a step of a trial tensor. The
+        state's "step", if that is a number, then becomes `count`.
         """
         dtype = TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype]
         shape = known(parameter.shape, "a parameter without a shape")
@@ -583,7 +647,11 @@ class ClassRunner:
     def _trial_optimizer(
         self, shape: tuple[int, ...], dtype: torch.dtype, group: int, name: str
     ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-        """Return a new tensor with a gradient, and an optimizer of the class that has this tensor alone."""
+        """Return a new tensor with a gradient, and an optimizer of the class that has this tensor alone.
+
+        The tensor's group has the hyperparameters that group `group` had at first; if no parameter of that group was
+        seen, those of the class.
+        """
         trial_tensor = self._as_parameter(torch.ones(shape, dtype=dtype, device="cpu"), name)
         _set_grad(trial_tensor, torch.ones(shape, dtype=self._gradient_dtype(dtype), device="cpu"))
         own_group = self._group_of([trial_tensor], [name], self._groups.get(group, {}), group)
@@ -592,24 +660,30 @@ class ClassRunner:
     # Updates
 
     def update(self, piece: Piece, group: int, values: Mapping[str, Any]) -> None:
-        """Run a step of the class on one parameter, in place; `values` are its group's before the step.
+        """Run a step of the class on one parameter, whose weight and packed state change in place.
+
+        Args:
+            piece: The parameter's tensors.
+            group: The number of its group.
+            values: The group's hyperparameters before the step.
 
         Raises:
-            ConfigError: The class keeps other state than was found out, or leaves the group unlike other parameters.
+            ConfigError: The gradient is too wide, the class keeps other state than was found out, or it leaves the
+                group unlike its first parameter in this step did.
         """
         master = piece.segment.master
-        given = known(piece.segment.gradient, "an update without a gradient")
+        grad = known(piece.segment.gradient, "an update without a gradient")
         gradient_dtype = self._gradient_dtype(master.dtype)
-        if given.dtype.itemsize > gradient_dtype.itemsize:
+        if grad.dtype.itemsize > gradient_dtype.itemsize:
             name = piece.parameter.name
-            raise ConfigError(f"gradient of {name}", given.dtype, 'wrap with gradient_dtype="float32": it is wider')
+            raise ConfigError(f"gradient of {name}", grad.dtype, 'wrap with gradient_dtype="float32": it is wider')
         view = self._as_parameter(piece.shaped(master), piece.parameter.name, is_trial=False)
         _set_grad(view, piece.gradient(gradient_dtype))
         packed_words = known(piece.packed, "a parameter without packed state")
         after = self.step_packed(view, piece.parameter, packed_words, values, step_alone)
         if view.data_ptr() != master.data_ptr():  # the class has replaced the parameter's memory
             piece.shaped(master).copy_(view)
-        # The group's first update in a step decides what becomes of the group.
+        # The group's first update in a step decides what becomes of the group; see `group_changes_after`.
         _, after_first = self._groups_after.setdefault(group, (values, after))
         if not _are_equal(after_first, after):
             advice = f"use one that changes its groups by the step alone: {piece.parameter.name} left another one"
@@ -623,9 +697,18 @@ class ClassRunner:
         values: Mapping[str, Any],
         call: Callable[[torch.optim.Optimizer], Any],
     ) -> Group:
-        """Call a method of the class on a view of one parameter and its packed state; return its group afterwards.
+        """Call a method of the class on one parameter: unpack its state, call, and pack the state again.
 
-        `call` is given an optimizer of the class that has this parameter alone, in a group of `values`.
+        Args:
+            view: The parameter as the class sees it, in its shape and strides; changed in place.
+            parameter: Its description in the layout.
+            packed_words: Its packed state, changed in place.
+            values: Its group's hyperparameters.
+            call: Calls the method. It is given an optimizer of the class that has this parameter alone, in a group of
+                `values`.
+
+        Returns:
+            The group's hyperparameters afterwards.
 
         Raises:
             ConfigError: The class keeps other state than was found out.
@@ -634,17 +717,17 @@ class ClassRunner:
         state = packing.load(packed_words)
         group = self._group_of([view], [parameter.name], values, parameter.group)
         inner = self._inner
-        if not state and self._starts_with_state:  # only the constructor makes the first state
+        if not state and self._starts_with_state:  # the first state is made by the constructor, so call that
             with self._raising_config_error(parameter.name):
                 inner = self._make_optimizer([group])
-        else:
+        else:  # without state the class makes it in the step
             inner.param_groups = [group]
             inner.state = defaultdict(dict, {view: state} if state else {})
         try:
             with self._raising_config_error(parameter.name):
                 call(inner)
-            if others := [key for key in inner.state if key is not view]:
-                advice = f"use one that keeps state of parameters alone: beside {parameter.name} it has {others[0]!r}"
+            if stray := [key for key in inner.state if key is not view]:
+                advice = f"use one that keeps state of parameters alone: beside {parameter.name} it has {stray[0]!r}"
                 raise ConfigError("wrap", self.name, advice)
             try:
                 packing.store(packed_words, inner.state.get(view, {}))
@@ -664,8 +747,16 @@ class ClassRunner:
         packed_words: torch.Tensor,
         groups: Sequence[Group],
     ) -> None:
-        """Call a method such as `train` for one parameter; its master (fp32) and packed state change in place."""
-        # The class gets the parameter in the dtype that it updates: that of the weight, without `masters`.
+        """Call a method of the class such as `train` for one parameter, which changes its weight and state.
+
+        Args:
+            method: The method's name.
+            parameter: The parameter's description in the layout.
+            master: Its fp32 master, flat; changed in place.
+            packed_words: Its packed state; changed in place.
+            groups: Hyperparameters of all groups.
+        """
+        # The class gets the parameter in the dtype in which it updates it: without `masters` that of the weight.
         weight = master.to(TORCH_DTYPES[known(parameter.rule, "a parameter without a rule").master_dtype])
         segment = SegmentTensors(weight, state=(), gradient=None, weight=None, flags=SegmentFlag(0), scalars=None)
         piece = Piece(parameter, segment)
@@ -676,11 +767,17 @@ class ClassRunner:
         piece.shaped(master).copy_(view)
 
     def group_changes_after(self, number: int, values: Mapping[str, Any], method: str = "step") -> Group:
-        """Return the hyperparameters of a group that a step, or another `method`, has changed, with their new values.
+        """Return the hyperparameters of a group that the class has changed in this step, with their new values.
 
-        `values` are those now: one that is not as it was before the step is left out, as the caller has set it. If no
-        parameter of the group was updated, the method is called with the group without parameters here, as the class
-        may change a group in every step.
+        The first update of the group has shown what the class changes. If no parameter of the group was updated, the
+        method is called here with the group without parameters: the class may change groups in every step. A step of
+        a class that changes no groups (`changes_groups`) is not called so, as it would show nothing.
+
+        Args:
+            number: The group's number.
+            values: Its hyperparameters now. Those that are not as before the step are left out of the result: the
+                caller has set them since.
+            method: The method that was called instead of `step`, such as `train`.
         """
         if number not in self._groups_after and (self.changes_groups or method != "step"):
             self._inner.param_groups = [self._group_of([], [], values, number)]
@@ -693,7 +790,7 @@ class ClassRunner:
         return {name: deepcopy(after[name]) for name in _changed_names(before, after) if name not in set_by_caller}
 
     def note_group_changed(self, number: int) -> None:
-        """Note that a group has been changed as `group_changes_after` has told, which is not done twice."""
+        """Note that the caller has made the changes of `group_changes_after`: in this step it then returns none."""
         if number in self._groups_after:
             _, after = self._groups_after[number]
             self._groups_after[number] = after, after
@@ -702,9 +799,13 @@ class ClassRunner:
 def _trials_of(
     parameters: Sequence[tuple[str, torch.Tensor]], more: Sequence[tuple[str, torch.Tensor]], values: Group
 ) -> list[_Trial]:
-    """Return trials like some parameters, and two like `more`, of the first one's kind, the last with half the rate.
+    """Return the trials of `check_alone`, the last of which is for a second group, with half the rate.
 
-    The last one is for another group: see `check_alone`. Where there are not two more, it is like the first.
+    Args:
+        parameters: One parameter of each kind, after its name: there is a trial like each.
+        more: Up to two more of the first one's kind. There is a trial like the first of them. The last trial is like
+            the second; without a second, like the first of `parameters`.
+        values: The group's hyperparameters; changed here if the rate is 0.
     """
     first, *others = [(name, _small_tensor_like(parameter)) for name, parameter in parameters]
     again = [(name, _small_tensor_like(parameter)) for name, parameter in more]
@@ -722,9 +823,13 @@ def _other_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _trial_tensor_of(item: Any, trial_tensors: dict[int, torch.Tensor]) -> Any:
-    """Return a trial tensor for a parameter, the same wherever it occurs; for a named one the tensor with its name.
+    """Return a trial tensor for an item of a group: a parameter, or a tuple of its name and the parameter.
 
-    `trial_tensors` are those made so far, by id of the parameter.
+    For a tuple it is a tuple with the same name. A parameter has one trial tensor, however often it occurs.
+
+    Args:
+        item: The item.
+        trial_tensors: The trial tensors made so far, by id of the parameter; a new one is added.
     """
     if isinstance(item, tuple):
         return (*item[:-1], _trial_tensor_of(item[-1], trial_tensors))
@@ -739,7 +844,11 @@ def _trial_tensor_of(item: Any, trial_tensors: dict[int, torch.Tensor]) -> Any:
 
 
 def _small_tensor_like(parameter: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor of a parameter's shape and strides; a contiguous, smaller one if it is large."""
+    """Return an uninitialized tensor of a parameter's shape and strides.
+
+    If the parameter has more than `MOST_TRIAL_NUMEL` elements, the tensor is smaller, and contiguous.
+    """
+    # The root of degree `dim`: with this size in each dimension there are at most `MOST_TRIAL_NUMEL` elements.
     most_per_dimension = int(MOST_TRIAL_NUMEL ** (1 / max(1, parameter.dim())))
     if parameter.numel() > MOST_TRIAL_NUMEL:
         size = [min(size, most_per_dimension) for size in parameter.shape]
@@ -750,13 +859,19 @@ def _small_tensor_like(parameter: torch.Tensor) -> torch.Tensor:
 def _set_attributes(
     tensor: torch.Tensor, attributes: Mapping[str, Any], copied: Callable[[Any], Any] | None = None
 ) -> None:
-    """Set attributes of a tensor, or copies of their values, but for those that it has: fake tensors have some."""
+    """Set attributes of a tensor, but for those that it has already, as fake tensors have some of their own.
+
+    `copied` copies a value before it is set; None: the value itself is set.
+    """
     for name, value in attributes.items():
         vars(tensor).setdefault(name, value if copied is None else copied(value))
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of what a class may change in place, if it is small: a list and the like, a tensor."""
+    """Return a copy of a value that a class may change in place: a list, dict or set, or a small tensor.
+
+    Other values, and large tensors, are returned as they are.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if value.numel() <= MOST_TRIAL_NUMEL else value
     return copy(value) if isinstance(value, list | dict | set) else value

@@ -38,6 +38,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         is_finite = optimizer.unscale(self.get_scale())
+        # `_check_scale_growth_tracker` has raised where `_scale` is None, which type checkers do not know.
         device = self._scale.device if self._scale is not None else torch.device("cpu")
         # torch reads this: in `step`, to skip, and in `update`, to lower the scale.
         found_inf = torch.full((), float(not is_finite), dtype=torch.float32, device=device)

@@ -24,7 +24,10 @@ CLIP_EPS = 1e-6
 class GradientId(NamedTuple):
     """Identifies a parameter's gradient and its content, so that a replaced or changed one is recognised.
 
-    If the gradient has left `.grad`, `tensor` is the parameter, and `version` the number of arrivals.
+    Attributes:
+        tensor: The gradient; if it has departed from `.grad`, the parameter.
+        version: The gradient's version; if it has departed, the parameter's number of arrivals.
+        address: Where this rank's elements of the gradient lie; 0 if it has departed.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -32,7 +35,7 @@ class GradientId(NamedTuple):
     address: int
 
     def is_same(self, other: GradientId) -> bool:
-        """Return whether two ids of one parameter's gradient are alike in everything."""
+        """Return whether another id of the same parameter's gradient is equal: the gradient is as it was."""
         is_same_place = (self.version, self.address) == (other.version, other.address)
         return self.tensor() is other.tensor() and is_same_place
 
@@ -72,7 +75,10 @@ class Scaling:
         self.scaled_ids = {bound: id for bound, id in pairs if id is not None}
 
     def clip_to(self, max_norm: float, norm: float, ids: GradientIds) -> None:
-        """Set the factor that clips gradients to `max_norm`; `norm` is what `norm_with_factors` has returned."""
+        """Set the factor that clips gradients to `max_norm`, as `torch.nn.utils.clip_grad_norm_` would.
+
+        `norm` is what `norm_with_factors` has returned: the present norm, with the factor of any clipping before.
+        """
         self.norm = norm
         self.has_clipped = True
         factor = self.clip  # of clipping before, which `norm` includes
@@ -85,8 +91,8 @@ class Scaling:
         self.clip = factor  # last: an interrupt before this line leaves no factor for other gradients
 
     def norm_with_factors(self, norm_sq: float) -> float:
-        """Return the norm of the gradients with the factors applied, given the squared norm without."""
-        return math.sqrt(norm_sq) / abs(self.loss_scale) * self.clip
+        """Return the norm of the gradients with the factors applied; `norm_sq` is the squared norm without them."""
+        return math.sqrt(norm_sq) / abs(self.loss_scale) * self.clip  # a loss scale may be negative
 
     def unscale(self, scale: float, ids: GradientIds) -> None:
         """Let the step divide gradients by `scale`."""
@@ -96,9 +102,9 @@ class Scaling:
     def note_arrival(self, bound: BoundParameter, gradient: torch.Tensor, builds_graph: bool) -> None:
         """Note that autograd has accumulated a gradient, perhaps onto one that the factors are for.
 
-        That is so if the version has grown by this one addition; if by more, somebody has changed (zeroed, say) the
-        gradient in between. If backward builds a graph, the gradient is a new tensor each time: nobody can know then,
-        so it counts as accumulated.
+        It is onto that one if the tensor is the same, and its version has grown by this one addition. If it has grown
+        by more, somebody has changed (zeroed, say) the gradient in between. If backward builds a graph, the gradient
+        is a new tensor each time: nobody can know then, so it counts as accumulated.
         """
         id = self.scaled_ids.get(bound)
         if id is None:
@@ -110,29 +116,33 @@ class Scaling:
         self._has_accumulated |= is_accumulated or builds_graph or gradient.requires_grad
 
     def note_addition(self, bound: BoundParameter) -> None:
-        """Note that a gradient is added to one that has left `.grad`."""
+        """Note that a gradient is added to one that has departed from `.grad`."""
         self._has_accumulated |= bound in self.scaled_ids
 
     def check(self, ids: GradientIds) -> None:
         """Before a step: refuse gradients that were changed or added to since the factors were set.
 
-        If none of the gradients that the factors are for is there (as their step was skipped), forget the factors.
+        Gradients that are as they were may pass. So may new ones alone: they are of the next step, as the one that
+        the factors were for was skipped. If no gradient is as it was, the factors are forgotten.
+
+        Raises:
+            ConfigError: Autograd has added to these gradients or made others beside them, or somebody else has
+                replaced or changed one.
         """
         if not self.scaled_ids:
             return
-        has_same = False  # a gradient that the factors are for is still as it was
-        has_new = self._has_accumulated  # autograd has added or made one since
-        changed_bound = None  # whose gradient was replaced or changed by somebody else
+        has_same = False  # whether a gradient that the factors are for is still as it was
+        has_new = self._has_accumulated  # whether autograd has added to a gradient, or made one, since
+        changed_bound = None  # a parameter whose gradient somebody else has replaced or changed
         for bound, id in ids:
             if id is None:
                 continue
             if bound in self.scaled_ids and id.is_same(self.scaled_ids[bound]):
                 has_same = True
-            elif bound.arrivals != self._arrivals_then.get(bound, 0):
+            elif bound.arrivals != self._arrivals_then.get(bound, 0):  # 0 for a parameter that was bound since
                 has_new = True
             elif self._factors_matter_for(bound.parameter.grad):
                 changed_bound = bound
-        # New gradients alone are those of the next step: the one that the factors were for was skipped.
         if has_new and (has_same or self._has_accumulated):
             raise ConfigError(
                 "clip_grad_norm_",
@@ -154,6 +164,6 @@ class Scaling:
     def _factors_matter_for(self, gradient: torch.Tensor | None) -> bool:
         """Return whether the factors would change a gradient: zeros stay zeros, unless the factor is NaN.
 
-        None: the gradient has left `.grad`, so its elements are not known here.
+        They may change one that has departed from `.grad` (None), as its elements are not known here.
         """
         return math.isnan(self.clip) or gradient is None or bool(shards.local(gradient).any())

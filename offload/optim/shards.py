@@ -38,10 +38,11 @@ class Cut:
     Attributes:
         mesh: torch's `DeviceMesh`.
         placements: torch's, one for each dimension of the mesh.
-        box: First index and size of the piece in each dimension.
-        start: First element of the piece in the whole, in row-major order.
-        is_run: Whether the piece is a single run of the whole.
-        owner_rank: If the parameter is dealt, so that one rank updates it whole, that rank's number in the mesh.
+        box: The piece as (first index, size) in each dimension.
+        start: First element of the piece in the whole, in row-major order; 0 if the piece is empty.
+        is_run: Whether the piece is a single run of the whole's elements in that order.
+        owner_rank: Of a dealt parameter, the number in the mesh of its owner rank, whose piece is the whole; else
+            None.
     """
 
     mesh: Any
@@ -80,6 +81,7 @@ def fsdp_groups(model: torch.nn.Module) -> list[Any]:
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, kind)]
     groups: list[Any] = []
     for state in dict.fromkeys(states):  # modules that are sharded together have one state
+        # Since torch 2.12 a state has a list of groups; before, one group, or None.
         groups_since_2_12 = getattr(state, "_fsdp_param_groups", None)
         groups += [state._fsdp_param_group] if groups_since_2_12 is None else groups_since_2_12
     return [group for group in groups if group is not None]
@@ -91,7 +93,10 @@ def gathered_by(fsdp_group: Any) -> list[torch.Tensor]:
 
 
 def copies_gradients_to_host(parameter: torch.Tensor) -> bool:
-    """Return whether FSDP2 copies a parameter's gradients from a GPU to host memory, where the weight lies."""
+    """Return whether FSDP2 copies a parameter's gradients from a GPU to host memory, where the weight lies.
+
+    Then the mesh is one of GPUs, and the shard lies in host memory (`CPUOffloadPolicy`).
+    """
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and mesh.device_type != local(parameter).device.type
 
@@ -109,28 +114,36 @@ class PatchedMethod:
     def __init__(self, group: Any, name: str, call: Callable[..., Any]) -> None:
         self._call: Callable[[], Callable[..., Any] | None] = weakref.WeakMethod(call)  # returns None once it is gone
         self._group, self._name = group, name
-        self._is_first = name not in vars(group)  # else something else has replaced the class's method before
+        self._is_first = name not in vars(group)  # nothing has replaced the class's method before this
         self._method = getattr(group, name)
         self._pid = os.getpid()
         setattr(group, name, self)
 
     @_disable_dynamo
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call what replaces the method; the method itself after `remove`, or once the object of `call` is gone."""
+        """Call the replacement; FSDP2 calls this as the group's method.
+
+        After `remove`, once the object of `call` is gone, and in a forked process this calls the method itself.
+        """
         call = self._call() if os.getpid() == self._pid else None
         if call is None:
             return self._method(*arguments, **options)
         return call(self._group, self._method, *arguments, **options)
 
     def remove(self) -> None:
-        """Restore the group's method; if another `PatchedMethod` has replaced this one since, let that one skip this.
+        """Undo the replacement.
 
-        If something else has replaced this one, it still calls this, which only calls the method from then on.
+        What that takes depends on what stands in the method's place now:
+
+        * this: the method is restored;
+        * another `PatchedMethod`, which has replaced this one, or replaced one that had: whichever has this as its
+          method gets this one's method instead;
+        * something else, which still calls this: it stays, and this only calls the method from now on.
         """
         self._call = lambda: None  # from now on a call only calls the method
         newest = vars(self._group).get(self._name)
         if newest is self:  # nothing has replaced the method since
-            if self._is_first:
+            if self._is_first:  # without the group's own attribute, the class's method is found again
                 delattr(self._group, self._name)
             else:
                 setattr(self._group, self._name, self._method)
@@ -162,7 +175,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         placements = tuple(dtensor.placements)
         box = _checked_box(parameter, name)
         piece = local(parameter)
-    elif rows_over is not None and parameter.dim():
+    elif rows_over is not None and parameter.dim():  # one without dimensions has no rows: each rank updates it
         from torch.distributed.tensor import Shard
 
         mesh, placements = rows_over, (Shard(0),)
@@ -171,7 +184,7 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         else:
             rows = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
             box = (rows, *((0, whole) for whole in parameter.shape[1:]))
-        piece = own(parameter, Cut(mesh, placements, box, start=0, is_run=True))  # for which only the box counts
+        piece = own(parameter, Cut(mesh, placements, box, start=0, is_run=True))  # `own` looks at the box alone
     else:
         return None
 
@@ -183,16 +196,20 @@ def cut_of(parameter: torch.Tensor, name: str, rows_over: Any, owner: int | None
         mesh = dealing_mesh(mesh, name)
         box = dealt_box(parameter.shape, mesh, owner)
         return Cut(mesh, (Shard(0),), box, start=0, is_run=True, owner_rank=owner)
-    if not piece.numel():  # so no element is its first
+    if not piece.numel():  # an empty piece has no first element
         return Cut(mesh, placements, box, start=0, is_run=True, owner_rank=owner)
+    # The whole's elements from the piece's first to its last are the piece alone if there are as many.
     start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
     last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))
-    is_run = last + 1 - start == piece.numel()  # no element of another piece lies in between
+    is_run = last + 1 - start == piece.numel()
     return Cut(mesh, placements, box, start, is_run, owner)
 
 
 def _checked_box(dtensor: Any, name: str) -> tuple[tuple[int, int], ...]:
-    """Return `box_of`; refuse a `DTensor` that this rank has no part of, or whose local tensor is not that piece."""
+    """Return `box_of` a `DTensor`; refuse one that cannot be updated.
+
+    It has to have this rank in its mesh, no partial placement, and a plain local tensor of the size of the box.
+    """
     mesh = dtensor.device_mesh
     placements = tuple(dtensor.placements)
     if mesh.get_coordinate() is None:
@@ -210,7 +227,10 @@ def _checked_box(dtensor: Any, name: str) -> tuple[tuple[int, int], ...]:
 
 
 def _check_contiguous(parameter: torch.Tensor, piece: torch.Tensor, name: str, strides: Sequence[int]) -> None:
-    """Refuse a sharded parameter that is not in row-major order, which `strides` are of, or whose piece is not."""
+    """Refuse a sharded parameter, or this rank's piece of it, whose elements are not in row-major order.
+
+    `strides` are those of row-major order. The stride of a dimension of size 1 is never used.
+    """
     is_row_major = all(
         size == 1 or stride == row_stride
         for size, stride, row_stride in zip(parameter.shape, parameter.stride(), strides, strict=True)
@@ -261,7 +281,10 @@ def dealt_box(shape: Sequence[int], mesh: Any, owner: int) -> tuple[tuple[int, i
 
 
 def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the first of a rank's rows and their number, as torch's `Shard(0)` has them: fewer on the last ranks."""
+    """Return the first row of a rank, and how many rows it has, as torch's `Shard(0)` cuts them.
+
+    Each rank has the quotient, rounded up, of `rows` and `ranks`; so the last ranks may have fewer, or none.
+    """
     rows_per_rank = -(-rows // ranks)
     first = min(rank * rows_per_rank, rows)
     return first, min(rows_per_rank, rows - first)
@@ -296,11 +319,11 @@ def version(tensor: torch.Tensor) -> int:
 
 
 class Stamp(NamedTuple):
-    """What a weight was when it was noted: a write that torch counts changes it, and so does other memory.
+    """Identifies a weight's memory and version, so that a weight that was moved or written to is recognised.
 
-    Memory that `weight.data = ...` frees may come back with the next such write, at the same address and with the
-    same version. Its storage is another one: the weak reference lets memory go, but not the storage's own small
-    object, by whose address storages are told apart.
+    Address and version alone are not enough. Memory that `weight.data = ...` frees may be used again by the next such
+    assignment, so that a weight has the same address and version as before. But its storage is another object: the
+    weak reference lets the memory go, and keeps the storage's own small object, whose address no later one gets.
 
     Attributes:
         address: Where this rank's elements lie.
@@ -314,8 +337,15 @@ class Stamp(NamedTuple):
 
 
 def stamp(weight: torch.Tensor, elements: torch.Tensor, last: Stamp | None) -> Stamp:
-    """Return a weight's stamp as it is now; `elements` are this rank's, and `last` is its earlier stamp, if any."""
-    # Not by `untyped_storage`, which is slow and makes a Python object, unless this is another storage.
+    """Return a weight's stamp as it is now.
+
+    Args:
+        weight: The weight.
+        elements: This rank's elements of it.
+        last: Its last stamp, whose reference to the storage is used again if the storage is the same; None for none.
+    """
+    # Each step asks this of all weights. So `untyped_storage`, which is slow and makes a Python object, is only
+    # called for another storage than the last.
     storage = torch._C._storage_address(elements)  # type: ignore[attr-defined]
     if last is None or last.storage.cdata != storage:
         storage_ref = StorageWeakRef(elements.untyped_storage())  # type: ignore[no-untyped-call]
@@ -344,9 +374,12 @@ def placed_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def reduced_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a gradient with its parameter's placements; reduce it if it has others, as with tensor parallelism.
+    """Return a gradient with its parameter's placements.
 
-    That is a collective.
+    Usually it has these already. With tensor parallelism it may have others, and is reduced then: a collective.
+
+    Raises:
+        ConfigError: The gradient is on another mesh; `name` is the parameter's, for this.
     """
     if placed_as(gradient, parameter):
         return gradient
@@ -363,7 +396,15 @@ def reduced_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str)
 def in_form(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torch.Tensor:
     """Return flat fp32 values of this rank's elements as a tensor of the parameter's form, over the same memory.
 
-    `cut` is the parameter's; None if this rank has all of it.
+    A cut parameter's is a `DTensor` of the whole shape.
+
+    Args:
+        flat: The values, in the order of the parameter's memory.
+        parameter: The parameter.
+        cut: How it is cut; None if this rank has all of it.
+
+    Raises:
+        ConfigError: The parameter is dealt, so that its whole state lies on the owner rank.
     """
     if cut is not None and cut.owner_rank is not None:
         combinations.DEALT_STATE.refuse("state", "read on several ranks")
@@ -389,7 +430,12 @@ def _placed(values: torch.Tensor, parameter: torch.Tensor, mesh: Any, placements
 
 
 def rank_elements_of(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    """Return this rank's elements of a tensor that a user gave for a parameter, which is cut by `cut`.
+    """Return this rank's elements of a tensor that a user gave for a parameter.
+
+    Args:
+        what: What the tensor is, for errors.
+        tensor: A `DTensor` that is cut as the parameter, or a whole tensor.
+        cut: How the parameter is cut; None if this rank has all of it.
 
     Raises:
         ConfigError: It is cut in another way, or is another rank's.
@@ -399,7 +445,7 @@ def rank_elements_of(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.
         if cut is None or (mesh, placements) != (cut.mesh, cut.placements):
             allowed = "use the parameter's mesh and placements, or whole tensors on every rank"
             raise ConfigError(what, f"a DTensor of {placements}", allowed)
-        # A mesh that was pickled has the coordinate of the rank that did that.
+        # A pickled mesh has the coordinate of the rank that has pickled it, whose elements these are.
         if _place_in(mesh, placements) != _place_in(cut.mesh, placements):
             advice = (
                 "each rank loads what it has saved itself: save optimizer.state_dict() on every rank, or use "
@@ -410,7 +456,8 @@ def rank_elements_of(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.
 
 
 def _place_in(mesh: Any, placements: tuple[Any, ...]) -> list[int]:
-    """Return where this rank is in a mesh, without the dimensions over which elements are replicated."""
+    """Return the coordinate that a mesh has of its rank, without dimensions over which elements are replicated."""
+    # The coordinate is None, so the list empty, if the mesh's rank is not in it.
     coordinate = mesh.get_coordinate() or ()
     return [number for number, kind in zip(coordinate, placements, strict=False) if not kind.is_replicate()]
 
@@ -418,13 +465,16 @@ def _place_in(mesh: Any, placements: tuple[Any, ...]) -> list[int]:
 def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
     """Return the sum, over all ranks and parameters, of a number that each rank has for its piece of each parameter.
 
-    Replicated pieces count once. Every rank gets the same bits: ranks exchange their numbers, and each adds all of
-    them, rounded once. That takes one collective for each process group of several ranks over which parameters are
-    cut, on the group's own backend.
+    `parts` has the cut and this rank's number of each parameter, on all ranks in the same order. A replicated piece
+    counts once. Every rank gets the same bits: ranks exchange their numbers, and each adds all of them, rounded once.
+    That takes one collective for each process group of several ranks over which parameters are cut, on the group's
+    own backend.
     """
-    sums: dict[tuple[str, ...], float] = {}  # by names of the groups over which a sum still has to be added up
+    # First this rank adds up its numbers of parameters that are cut over the same groups. Then one group after the
+    # other adds up the sums of its ranks, and is taken out of their keys. So all ends in the sum under ().
+    sums: dict[tuple[str, ...], float] = {}  # by names of the groups that have yet to add up
     groups: dict[str, Any] = {}  # by name
-    devices: dict[str, str] = {}  # on which a group's collectives work
+    devices: dict[str, str] = {}  # by name of the group: the kind of device that its collectives work on
     for cut, number in parts:
         names: tuple[str, ...] = ()
         if cut is not None:
@@ -435,7 +485,7 @@ def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
                 devices.setdefault(group.group_name, cut.mesh.device_type)
         sums[names] = sums.get(names, 0.0) + number
     for name, group in groups.items():
-        pending = [names for names in sums if name in names]  # to be added up over this group
+        pending = [names for names in sums if name in names]  # keys of the sums that this group adds up
         mine = torch.tensor([sums.pop(names) for names in pending], dtype=torch.float64, device=devices[name])
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         torch.distributed.all_gather(everyone, mine, group=group)
@@ -451,7 +501,10 @@ def content(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[torch.Tensor]:
-    """Broadcast weights that were dealt, each from its owner rank to all; return the other weights, for `gather`."""
+    """Broadcast each dealt weight from its owner rank to all; return the weights that are not dealt, for `gather`.
+
+    `weights` has all weights that ranks exchange, each with its cut. A collective.
+    """
     others = []
     for weight, cut in weights:
         if cut is None or cut.owner_rank is None:
@@ -463,9 +516,10 @@ def send(weights: Iterable[tuple[torch.Tensor, Cut | None]], mesh: Any) -> list[
 
 
 def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
-    """Exchange rows of weights that are whole on every rank, and of which each rank has updated its rows.
+    """Exchange rows of weights that are whole on every rank, and of which each rank has updated its rows. Collective.
 
-    Bucket by bucket: each rank packs its parts into a buffer, all ranks gather all buffers, and unpack them.
+    Weights are exchanged bucket by bucket. Each rank packs its own bytes of the bucket's parts into a buffer, all
+    ranks gather all buffers, and each unpacks them into its weights.
     """
     ranks = mesh.size()
     rank = mesh.get_local_rank()
@@ -486,11 +540,12 @@ def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
 
 
 class _Part(NamedTuple):
-    """A part of a weight's rows on each rank: bytes `start` to `stop` of each rank's rows.
+    """A part of each rank's rows of one weight: the same range of bytes in the rows of every rank.
 
     Attributes:
-        flat: The whole weight as bytes.
+        flat: The whole weight as bytes: the first rank's rows, then the second's, and so on.
         rank_bytes: Bytes of one rank's rows; the last ranks may have fewer.
+        start, stop: The range, counted from the first byte of a rank's rows.
     """
 
     flat: torch.Tensor
@@ -499,20 +554,28 @@ class _Part(NamedTuple):
     stop: int
 
     def unpack(self, of_ranks: torch.Tensor) -> None:
-        """Copy this part of all ranks' rows, one row of `of_ranks` for each rank, to their places in the weight."""
+        """Copy this part of all ranks' rows to its places in the weight.
+
+        Args:
+            of_ranks: The bytes received, of shape [ranks, stop - start].
+        """
+        # First the ranks that have the full number of rows: their bytes are a matrix with a row for each rank.
         full_ranks = self.flat.numel() // self.rank_bytes
         full_bytes = full_ranks * self.rank_bytes
-        # One row for each rank that has the full number of the weight's rows.
-        of_full_ranks = self.flat[:full_bytes].view(full_ranks, self.rank_bytes)
-        of_full_ranks[:, self.start : self.stop].copy_(of_ranks[:full_ranks])
-        rest = self.flat[full_bytes + self.start : full_bytes + self.stop]  # of the rank with fewer rows
-        if rest.numel():
-            rest.copy_(of_ranks[full_ranks, : rest.numel()])
+        matrix = self.flat[:full_bytes].view(full_ranks, self.rank_bytes)
+        matrix[:, self.start : self.stop].copy_(of_ranks[:full_ranks])
+        # Then the one rank that may have fewer rows; ranks behind it have none.
+        last_bytes = self.flat[full_bytes + self.start : full_bytes + self.stop]
+        if last_bytes.numel():
+            last_bytes.copy_(of_ranks[full_ranks, : last_bytes.numel()])
 
 
 def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part]]:
-    """Yield lists of parts of weights to exchange in one collective, the same lists on every rank."""
-    # Each rank has its own buffer, and those of all ranks; at least a byte each, however many ranks there are.
+    """Yield buckets: lists of parts of weights to exchange in one collective, the same lists on every rank.
+
+    A weight that is larger than the rest of a bucket is cut, and goes on in the next bucket.
+    """
+    # In `gather` a rank has `ranks` + 1 buffers of this size, `GATHER_BYTES` in all: its own, and those of all ranks.
     bucket_bytes = max(1, GATHER_BYTES // (ranks + 1))
     used_bytes = 0
     bucket: list[_Part] = []
@@ -534,7 +597,10 @@ def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part
 
 
 def check_apart(names: Mapping[torch.Tensor, str]) -> None:
-    """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
+    """Refuse weights that share memory: each has a master of its own, and they are updated in any order.
+
+    `names` has the name of each weight.
+    """
     parameters = [local(parameter) for parameter in names]
     name_of = [*names.values()]
     ranges = sorted((each.data_ptr(), each.nbytes, number) for number, each in enumerate(parameters) if each.numel())

@@ -107,8 +107,9 @@ class SGD(OffloadedOptimizer):
     Args:
         params: As for `AdamW`.
         lr: Learning rate.
-        momentum: Part of the momentum that stays. With 0 the buffer is the last gradient, which counts if that is
-            changed later; torch leaves its buffer alone, and starts it with the first gradient that has one.
+        momentum: Part of the momentum that stays. While it is 0, the buffer is the last gradient, from which a
+            momentum set later goes on; torch leaves its buffer alone then, and starts a missing one with the first
+            gradient that has a momentum.
         dampening: Part of a gradient that does not enter the momentum; the first gradient enters whole.
         weight_decay: Coefficient of the L2 term.
         nesterov: Nesterov's momentum.

@@ -18,6 +18,7 @@ class GradientSlot:
 
     Args:
         flat: The slot's memory; see `GradientStore.slot`.
+        parameter: The parameter, whose shape and strides gradients get.
 
     Attributes:
         address: The memory's address.
@@ -49,5 +50,6 @@ class GradientSlot:
         token = self._memory[:]  # a new array over the same memory, which the storage below keeps alive
         self._token = weakref.ref(token)
         gradient = torch.frombuffer(token, dtype=self.dtype)
-        # Not a view, which could not be detached in place.
+        # `set_` gives the tensor itself the parameter's shape and strides. A view would have them, too, but could not
+        # be detached in place.
         return gradient.set_(gradient.untyped_storage(), 0, self._size, self.stride)

@@ -28,10 +28,14 @@ and the step count; None keeps the count."""
 
 
 class _WatchedTensor(NamedTuple):
-    """A tensor of a copy that a user holds, as it was when it was given."""
+    """A tensor of a copy of state that was given to a user, and its version at that time.
+
+    The witness is a detached alias of the tensor: it shares the version counter, which shows changes even when the
+    tensor is gone, and none of the memory.
+    """
 
     tensor: weakref.ref[torch.Tensor]
-    witness: torch.Tensor  # shares the version counter, and none of the memory; stays when the tensor is gone
+    witness: torch.Tensor
     given_version: int
     name: str
     parameter: weakref.ref[torch.Tensor]  # whose state it is
@@ -46,13 +50,13 @@ class Copies:
     """Watches copies of state that users hold, to detect changes in place."""
 
     def __init__(self) -> None:
-        self._watched: list[_WatchedTensor] = []  # a `DTensor` is two of them
+        self._watched: list[_WatchedTensor] = []  # two for a `DTensor`: the wrapper and its local tensor
 
     def watch(self, copy: torch.Tensor, name: str, parameter: torch.Tensor) -> None:
         """Note a copy of a parameter's state as it is now."""
         for tensor in shards.counting_tensors(copy):
             witness = tensor.detach()
-            shards.free_memory(witness)
+            shards.free_memory(witness)  # of the witness alone: the copy keeps its own
             of_parameter = weakref.ref(parameter)
             self._watched.append(_WatchedTensor(weakref.ref(tensor), witness, witness._version, name, of_parameter))
 
@@ -109,7 +113,11 @@ class StateEntry(dict[str, torch.Tensor]):
                 state.copies.watch(copy, name, parameter)
 
     def _is_unchanged(self, name: str, value: object) -> bool:
-        """Return whether a value equals what was read (perhaps on another device), and no state has changed since."""
+        """Return whether assigning a value would change nothing, so that nothing need be written.
+
+        The value equals the item that was read, perhaps on another device; the item was not changed since, and no
+        state anywhere has changed.
+        """
         copy = self.get(name)
         return (
             isinstance(value, torch.Tensor)
@@ -131,13 +139,14 @@ class StateEntry(dict[str, torch.Tensor]):
             return
         state = self._state
         if isinstance(self.get(name), torch.Tensor):
-            # `state[p][name] *= 2` changes the old copy in place, and then assigns it: `check` must not refuse that.
+            # `state[p][name] *= 2` changes the old copy in place, and then assigns it here. So stop watching the copy
+            # first, or `StateView.check` would refuse the change.
             state.copies.unwatch(self[name])
         copy = state.assign(self._parameter, name, value)
         super().__setitem__(name, copy)
         if isinstance(copy, torch.Tensor):
             state.copies.watch(copy, name, self._parameter)
-        self._seen_changes = state.changes  # this write counted as a change, after which the entry is still current
+        self._seen_changes = state.changes  # the write has counted as a change, and this entry has it
 
     def update(self, *others: Any, **values: Any) -> None:
         """Assign several items."""
@@ -155,7 +164,7 @@ class StateEntry(dict[str, torch.Tensor]):
         super().clear()
 
     def _refuse_removal(self, *arguments: Any) -> NoReturn:
-        """Refuse to remove an item; stands for the dict's methods that would."""
+        """Refuse to remove an item; in the place of the dict's methods that would remove or add one."""
         raise ConfigError("state", "a missing item", "use reset_state: an updated parameter has all of its state")
 
     __delitem__ = pop = popitem = setdefault = _refuse_removal
@@ -191,7 +200,11 @@ class StateView(MutableMapping[Any, Any]):
         self._owner_name = type(owner).__name__
 
     def check(self) -> None:
-        """Refuse changes in place of copies; rebind weights that users moved; mark masters of written ones as due."""
+        """Take account of what users have done since the last check.
+
+        Refuses copies of state that were changed in place. Binds weights that were moved, and marks the masters of
+        weights that were written to as due.
+        """
         self.copies.check_unchanged()
         self._weights.rebind_changed()
 
@@ -202,11 +215,14 @@ class StateView(MutableMapping[Any, Any]):
         return engine is not None and any(engine.step_count(each.position) for each in self._weights.bound.values())
 
     def show_as_zeros(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Include bound parameters that were never updated: their state is zeros, and a step count of 0."""
+        """Have `state` include bound parameters that were never updated, with zeros and a step count of 0."""
         self._shown_as_zeros.update(parameters)
 
     def note_change(self) -> None:
-        """Note that all state may have changed: a step was taken, or state was loaded."""
+        """Note that all state may have changed: a step was taken, or state was loaded or reset.
+
+        From now on no parameter is shown with zeros only because torch has asked for its state (`show_as_zeros`).
+        """
         self.changes += 1
         self._shown_as_zeros.clear()
 
@@ -218,6 +234,7 @@ class StateView(MutableMapping[Any, Any]):
     def write_start_values(self, bounds: Iterable[BoundParameter]) -> None:
         """Write the values that state starts from, where they are not 0."""
         start_values = self._start_values()
+        # By position and name: each value as a tensor of the state's size, which takes no memory, as it is expanded.
         tensors: dict[int | str, dict[str, torch.Tensor]] = {
             bound.position: {
                 name: torch.tensor(value, dtype=torch.float32, device="cpu").expand(bound.local.numel())
@@ -232,7 +249,8 @@ class StateView(MutableMapping[Any, Any]):
     def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, Any]]:
         """Return copies of bound parameters' entries, in their order: the step count, and tensors by name.
 
-        An fp32 weight, which is its own master, is an entry's "master" only with `own_masters`.
+        An fp32 weight, which is its own master, is an entry's "master" only with `own_masters`. First does what
+        `check` does.
         """
         with self._lock, torch.inference_mode(False):  # else the copies would have no version counters
             self.check()
@@ -287,16 +305,25 @@ class StateView(MutableMapping[Any, Any]):
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
         """Check one parameter's whole state that a user gives, and return it ready to be written.
 
-        It has no master if `entry` has none; without a step count it has the rule's (1 for SGD). Errors name `what`.
+        The master may be missing. So may the step count, if other implementations of the rule have none (SGD's, say):
+        it is 1 then.
+
+        Args:
+            what: What the entry is, for errors.
+            entry: The state as the user gives it.
+            bound: The parameter.
+
+        Raises:
+            ConfigError: A tensor or the step count is missing or cannot be used, or the state is of another rule.
         """
         entry = entry if isinstance(entry, Mapping) else {}  # of which the missing tensors are refused below
         rule = self.rule_of(bound)
         names_of_rules = {name for each_rule in NAMED.values() for name in each_rule.state}
         other_names = names_of_rules.difference(rule.names)
-        # None says nothing: torch's SGD has it for a buffer that it has not made.
+        # A name with the value None does not count: torch's SGD has it for a momentum buffer that it has not made.
         foreign_names = sorted(name for name in other_names.intersection(entry) if entry[name] is not None)
         if foreign_names:
-            own_name = rule.names[1]  # [0] is the master, which all rules have
+            own_name = rule.names[1]  # a tensor that shows the rule: [0] is the master, which all rules have
             raise ConfigError(what, ", ".join(foreign_names), f"it is of another rule: here there is {own_name}")
         step = checked_step(f"{what}.step", entry.get("step", rule.missing_step))
         given_names = [name for name in rule.names if name != MASTER or not _is_missing(entry.get(name))]
@@ -307,13 +334,13 @@ class StateView(MutableMapping[Any, Any]):
         engine = self._holder.engine
         positions_to_reset = [bound.position for bound in self._weights.bound.values() if bound not in entries]
         with self._lock:
-            self.copies.unwatch_all()  # a load, too, is what the refusal of changes in place advises
+            self.copies.unwatch_all()  # changes in place of copies are not refused: the refusal advises to load state
             self._weights.rebind_changed()
             self.note_change()
             self._only_masters.clear()
             self._replace(entries)
             for position in positions_to_reset:
-                engine.reload_master(position)  # as for new parameters
+                engine.reload_master(position)  # from the weight, as for new parameters: `reset` keeps masters
             if positions_to_reset:
                 engine.state.reset(positions_to_reset)
 
@@ -329,14 +356,18 @@ class StateView(MutableMapping[Any, Any]):
             self._weights.rebind_changed()
             self.note_change()
             with_state = {*self.with_state()}  # before their step counts become 0
-            self._only_masters.update(  # state dicts go on to have these: masters are more exact than the weights
+            self._only_masters.update(  # state dicts keep these masters, which are more exact than the weights
                 bound.parameter for bound in bounds if bound.parameter in with_state and self._has_master(bound)
             )
             self._holder.engine.state.reset([bound.position for bound in bounds])
             self.write_start_values(bounds)  # the engine zeroed all moments, and some rules start from other values
 
     def note_loaded(self, bounds: Iterable[BoundParameter]) -> None:
-        """Note that a checkpoint has replaced all state; write start values of `bounds`, which it lacks."""
+        """Note that a checkpoint has replaced all state.
+
+        `bounds` are the parameters that it has no state of: they begin anew, from their start values. Of others that
+        were saved without an update, state dicts contain the master, if there is one beside the weight.
+        """
         without_saved_state = {*bounds}
         engine = self._holder.engine
         self._only_masters = {
@@ -347,7 +378,7 @@ class StateView(MutableMapping[Any, Any]):
         self.write_start_values(without_saved_state)
 
     def _replace(self, entries: Mapping[BoundParameter, Entry]) -> None:
-        """Write whole entries; masters that they lack are read from the weights."""
+        """Write whole entries; where an entry has no master, the next step takes the master from the weight."""
         self._write(entries)
         for bound, (tensors, _) in entries.items():
             if MASTER in tensors:
@@ -356,7 +387,11 @@ class StateView(MutableMapping[Any, Any]):
                 self._holder.engine.reload_master(bound.position)
 
     def _write(self, entries: Mapping[BoundParameter, Entry]) -> None:
-        """Write tensors and step counts to the engine; weights follow masters, and ranks exchange their rows."""
+        """Write tensors and step counts to the engine.
+
+        Weights become the roundings of masters that are written. Where they are cut by rows or dealt, ranks exchange
+        them then, a collective.
+        """
         self.changes += 1
         masters = {bound: tensors[MASTER] for bound, (tensors, _) in entries.items() if MASTER in tensors}
         if masters:
@@ -368,8 +403,8 @@ class StateView(MutableMapping[Any, Any]):
             {bound.position: step for bound, (_, step) in entries.items() if step is not None},
         )
         self._weights.note_written(masters)
-        self._weights.note_different(different)
-        if masters:
+        self._weights.note_different(different)  # after `note_written`, which forgets earlier differences
+        if masters:  # else no weight has changed
             self._weights.gather()
 
     def __contains__(self, parameter: object) -> bool:
@@ -379,7 +414,7 @@ class StateView(MutableMapping[Any, Any]):
         return parameter in self._weights.bound and self._has_state(parameter, self._start_values())
 
     def _has_state(self, parameter: torch.Tensor, start_values: Mapping[torch.Tensor, Any]) -> bool:
-        """Return whether `state` has a bound parameter; `start_values` are `_start_values`, computed once for all."""
+        """Return whether `state` has a bound parameter; `start_values` is what `_start_values` returns."""
         return (
             parameter in self._shown_as_zeros
             or parameter in start_values
@@ -389,6 +424,7 @@ class StateView(MutableMapping[Any, Any]):
     def with_state(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that `state` has: updated, shown as zeros, or with start values that are not 0."""
         start_values = self._start_values()
+        # Of a list, as a caller may have parameters added, say by a step, while it iterates.
         return (parameter for parameter in [*self._weights.bound] if self._has_state(parameter, start_values))
 
     def in_state_dict(self) -> list[torch.Tensor]:
@@ -397,7 +433,7 @@ class StateView(MutableMapping[Any, Any]):
         return [parameter for parameter in self._weights.bound if parameter in included]
 
     def is_of_parameter(self, entry: object) -> bool:
-        """Return whether an entry of a state dict looks like a parameter's state."""
+        """Return whether an entry of a state dict looks like a parameter's state: has a name that a rule uses."""
         all_rules = [self._rule, *(parameter.rule for parameter in self._layout.parameters)]
         names = {"step", *(name for rule in {*all_rules} if rule is not None for name in rule.names)}
         return isinstance(entry, Mapping) and not names.isdisjoint(entry)
@@ -414,7 +450,7 @@ class StateView(MutableMapping[Any, Any]):
         return [StateEntry(self, parameter, entry) for parameter, entry in pairs]
 
     def __getitem__(self, parameter: Any) -> Any:
-        """Return a copy of a parameter's state; under a key that is no tensor, the entry itself, made if need be."""
+        """Return a copy of a parameter's state; for a key that is no tensor, the entry itself, made if missing."""
         if not isinstance(parameter, torch.Tensor):
             return self.others.setdefault(parameter, {})  # torch's is a defaultdict
         if parameter not in self:
@@ -475,7 +511,7 @@ class StateView(MutableMapping[Any, Any]):
         self.others.clear()
 
     def get(self, parameter: Any, default: Any = None) -> Any:
-        """Return the entry of a key, or `default`; unlike `[]` this adds no entry."""
+        """Return the entry of a key, or `default`; this adds no entry, as `[]` does for a key that is no tensor."""
         if parameter not in self:
             return default
         return self[parameter]
@@ -500,7 +536,10 @@ class StateView(MutableMapping[Any, Any]):
 
 
 def is_empty(entry: object) -> bool:
-    """Return whether an entry is that of a parameter never updated: empty, or with None as each value, as SGD's."""
+    """Return whether an entry is that of a parameter that was never updated.
+
+    It is empty, or each value is None, as torch's SGD has it without a momentum buffer.
+    """
     return isinstance(entry, Mapping) and all(value is None for value in entry.values())
 
 
@@ -515,9 +554,15 @@ def _step_tensor(step: int) -> torch.Tensor:
 
 
 def in_memory_order(what: str, tensor: object, bound: BoundParameter) -> torch.Tensor:
-    """Return a view of this rank's elements of a user's tensor, whose row-major order is that of the weight's memory.
+    """Return this rank's elements of a user's tensor, with its dimensions in the order of the weight's memory.
 
-    Errors name `what`.
+    State is written in row-major order, and lies in the order of its weight's memory. So the dimensions are permuted
+    such that row-major order is the weight's: that of the weight's largest stride first. No element is copied.
+
+    Args:
+        what: What the tensor is, for errors.
+        tensor: What the user gave; anything but a tensor of the parameter's shape is refused.
+        bound: The parameter.
     """
     parameter = bound.parameter
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:

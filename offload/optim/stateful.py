@@ -65,7 +65,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._holder = holder
         self._weights = Weights(holder)
         self._overlap = Overlap(holder, self._weights)
-        self._made_by = ranks.world()
+        self._made_by = ranks.world()  # to notice later that there are other ranks than now
         self._state = self._view_of_state()
         self.defaults = defaults  # checked before anything is asked of parameters, as torch does
         self.rule.check(defaults)
@@ -92,15 +92,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._check_values(self.rule, self.rule.values(group))
 
     def _check_values(self, rule: UpdateRule, values: Any) -> None:
-        """Refuse a rule's hyperparameters that cannot be used with it, or as its state is stored."""
-        self._holder.config.state_of(rule).row(step=1, values=values, grad_scale=1.0)  # which raises then
+        """Refuse hyperparameters that a rule, or the format that its state is stored in, cannot use."""
+        # Made for its checks alone: the scalars of an update, which raises `ConfigError` for such values.
+        self._holder.config.state_of(rule).row(step=1, values=values, grad_scale=1.0)
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""
         self._check_group(group)
 
     def _add_new_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add those of some parameters of groups to the engine that it does not have yet; they may be frozen."""
+        """Add parameters of groups, frozen or not, to the engine, without those that it has already."""
         raise NotImplementedError
 
     def _view_of_state(self) -> StateView:
@@ -111,7 +112,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """Entries of groups that are neither saved nor loaded."""
 
     def _start_values_of(self, group: Group) -> Mapping[str, float]:
-        """Return the values that a group's state starts from, by name of the state tensor; nothing if all are 0."""
+        """Return the values that a group's state starts from, by name of the state tensor; nothing if all are 0.
+
+        Adagrad, whose sums may start from another value than 0, overrides this.
+        """
         return {}
 
     def _start_values(self) -> dict[torch.Tensor, Mapping[str, float]]:
@@ -136,8 +140,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        if value is self._state:  # as when a wrapper assigns what it has read
+        if value is self._state:  # as of a wrapper that reads `state` and assigns it again
             return
+        # Another optimizer's view, or anything but an empty mapping.
         if isinstance(value, StateView) or value or not isinstance(value, Mapping):
             raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
         self._state.clear()  # as an empty mapping was assigned
@@ -157,7 +162,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with self._lock:
-            defaults = torch_defaults(self.torch_class)
+            defaults = torch_defaults(self.torch_class)  # so that torch's own optimizer can load the dict
             numbers: dict[torch.Tensor, int] = {}
             for number, (parameter, _, _) in enumerate(names(self.param_groups)):
                 numbers.setdefault(parameter, number)  # a parameter in two groups has its first number in both
@@ -226,6 +231,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             replacement = hook(self, state_dict)
             if replacement is not None:
                 state_dict = replacement
+        # Where ranks exchange weights, `replace_all` below is a collective: either all ranks come to it, or none.
         with self._failing_on_all_ranks() if self._weights.are_exchanged else contextlib.nullcontext():
             saved_groups = checked_groups(state_dict, self.param_groups, self._check_saved_group)
             saved_keys = chain.from_iterable(group["params"] for group in saved_groups)
@@ -239,6 +245,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._state.others = others
             for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
                 self._set_group(group, saved_group)
+            # After `_set_group`, as hyperparameters say what state starts from.
             self._state.write_start_values(bound for bound in self._weights.bound.values() if bound not in entries)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -246,10 +253,20 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _checked_entries(
         self, state: Mapping[Any, Any], parameters: Mapping[Any, torch.Tensor]
     ) -> tuple[dict[BoundParameter, Entry], dict[Any, Any]]:
-        """Check a state dict's state; return entries of parameters, ready to be written, and entries of other keys.
+        """Check the state in a state dict, before anything is loaded.
 
         Opens the engine if there is any state, and adds the parameters that have some. Without state, opening stays
-        deferred until backward has shown how much of the GPU is free. `parameters` are those of the dict's keys.
+        deferred until backward has shown how much of the GPU is free.
+
+        Args:
+            state: The dict's "state".
+            parameters: The parameter that each key of `state` stands for.
+
+        Returns:
+            The parameters' entries, ready to be written; and the entries under keys that stand for no parameter.
+
+        Raises:
+            ConfigError: An entry cannot be used.
         """
         if state:
             self._holder.open()
@@ -275,14 +292,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
             group.setdefault("param_names", [*saved_group["param_names"]])
         hyperparameters = {name: deepcopy(value) for name, value in saved_group.items() if name not in self._ignored}
         for name, value in hyperparameters.items():
-            # torch.distributed.checkpoint makes lists of tuples.
+            # torch.distributed.checkpoint saves tuples, such as Adam's betas, as lists.
             was_tuple = isinstance(value, list) and isinstance(group.get(name), tuple)
             group[name] = tuple(value) if was_tuple else value
 
     def _warn_of_left_out(self, parameters: Mapping[Any, torch.Tensor], state: Mapping[Any, Any]) -> None:
-        """Warn of frozen parameters whose state `torch.distributed.checkpoint`'s functions may have omitted.
+        """Warn of frozen parameters whose state functions of `torch.distributed.checkpoint` may have left out.
 
-        State dicts that these functions load have names of parameters as keys; others have numbers.
+        A state dict that these functions load is known by its keys: names of parameters, where others have numbers.
+
+        Args:
+            parameters: The parameter that each key stands for.
+            state: The dict's "state".
         """
         if not any(isinstance(key, str) and key in parameters for key in state):
             return
@@ -342,25 +363,27 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._holder.open()
             self._weights.refresh(gradients=False)
             bounds = self._weights.bound.values()
-            agreed = ranks.agree_on_save(SaveRequest(path, copy=copy, on_done=on_done), bounds, self.engine)
+            request = ranks.agree_on_save(SaveRequest(path, copy=copy, on_done=on_done), bounds, self.engine)
             positions = {bound.parameter: bound.position for bound in bounds}
-            # Bytes for the checkpoint beside the state; a function of the model's rest is called in the background.
+            # What this rank saves beside the state: bytes, or a function that returns them. The function is called in
+            # the background, and first writes the model's frozen weights.
             content: bytes | Callable[[], bytes] | None = extra_bytes
             rest = None if model is None else ModelRest.of(model, [*positions])
-            # A model that is whole on each rank is saved by the first rank alone.
-            is_first = not agreed.replica and (agreed.rank == 0 or self._weights.rows_over is None)
+            # With `DTensor`s each rank saves its own elements of the rest of the model. Without, each rank has all of
+            # it: a replica leaves it to the rank that it is a replica of, and with `shard` rank 0 saves it for all.
+            is_first = not request.replica and (request.rank == 0 or self._weights.rows_over is None)
             saves_model = rest is not None and (rest.has_dtensors or is_first)
             if rest is not None and saves_model:
-                content = partial(rest.snapshot().write, open_folder(path), agreed.id, agreed.rank, extra_bytes)
+                content = partial(rest.snapshot().write, open_folder(path), request.id, request.rank, extra_bytes)
             metadata = {
                 **({MODEL_KEY: True} if saves_model else {}),
                 "optimizer": self.kind,
                 "groups": to_json(self.param_groups, self._ignored),
-                # Which parameters are in which group; None for those without state.
+                # The parameters of each group, by their positions in the engine; None for those without state.
                 "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
-                **agreed.metadata,
+                **request.metadata,
             }
-            self.engine.checkpoints.save(replace(agreed, metadata=metadata, extra=content))
+            self.engine.checkpoints.save(replace(request, metadata=metadata, extra=content))
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
@@ -460,6 +483,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             world_size, rank = ranks.world()
             saved_ranks = len(checkpoint.manifests)
             rank = rank if rank < saved_ranks else 0  # a rank beyond those that saved takes the first one's
+            # Of names, if ranks have saved weights of their own under the same names (see `ranks.agree_on_save`).
             prefix = str(checkpoint.manifests[rank].metadata.get("prefix") or "")
             if prefix and saved_ranks != world_size:
                 raise CheckpointError(
@@ -467,13 +491,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     f"of FSDP1 or ZeroRedundancyOptimizer: load it with as many, not {world_size}"
                 )
             saved_names_here = _names_in_checkpoint(self._own_names().values(), checkpoint, prefix).values()
-            like = checkpoint.rank_with(saved_names_here, rank)  # the rank that has saved what this one has
-            metadata = self._metadata_of_groups(checkpoint, like, saved_names_here, warns=hyperparameters)
-            groups = self._groups_of_checkpoint(metadata, checkpoint.path)
+            # The peer, the rank that has saved most of this one's parameters, gives hyperparameters and the model.
+            peer = checkpoint.rank_with(saved_names_here, rank)
+            metadata = self._metadata_of_groups(checkpoint, peer, saved_names_here, warns=hyperparameters)
+            groups = self._groups_of_checkpoint(metadata, checkpoint.path)  # also checks that it is of this optimizer
+            # A replica has saved no parameters, but may have saved its own part of a model of `DTensor`s.
             is_replica = not checkpoint.manifests[rank].layout.parameters
             if is_replica and saved_ranks == world_size and _has_model(checkpoint, rank):
-                like = rank  # it has saved nothing but its part of the model
-            saved_rest, extra_bytes = _model_rest_and_extra(checkpoint, rank, like, wants_model=model is not None)
+                peer = rank
+            saved_rest, extra_bytes = _model_rest_and_extra(checkpoint, rank, peer, wants_model=model is not None)
             if model is not None and saved_rest is None:
                 raise CheckpointError(f"{checkpoint.path} was saved without model=, so it has nothing of the model")
             extra = None if extra_bytes is None else _read_extra(extra_bytes, checkpoint.path, weights_only)
@@ -484,7 +510,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 # Weights that the checkpoint's state gives; it has saved all others with the model.
                 own = [each.parameter for each in bounds if each.name not in without_saved_state]
                 rest = ModelRest.of(model, own)
-                if rest.has_dtensors and (saved_ranks != world_size or not _has_model(checkpoint, like)):
+                if rest.has_dtensors and (saved_ranks != world_size or not _has_model(checkpoint, peer)):
                     raise CheckpointError(
                         f"{checkpoint.path} was saved by {saved_ranks} ranks, each with its part of "
                         f"the model: load it with as many, not {world_size}"
@@ -514,9 +540,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: It cannot be read, or is of another model.
         """
-        with self._loading_on_all_ranks(), contextlib.ExitStack() as ends:
+        with self._loading_on_all_ranks(), contextlib.ExitStack() as stack:
             if os.path.isdir(path):
-                scratch = ends.enter_context(tempfile.TemporaryDirectory())
+                scratch = stack.enter_context(tempfile.TemporaryDirectory())
                 source = import_distributed(path, os.path.join(scratch, "state"))
             else:
                 source = SafetensorsSource(path)
@@ -533,48 +559,64 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return from_json(metadata, path, self.kind, self.param_groups, self._check_group, self._ignored)
 
     def _own_names(self) -> dict[torch.Tensor, str]:
-        """Return the names of groups' parameters, frozen or not."""
+        """Return the names of groups' parameters, frozen or not.
+
+        A bound parameter keeps the name that it was bound by: `load_state_dict` may have given its group other names.
+        """
         bound = self._weights.bound
         return {p: bound[p].name if p in bound else name for p, name, _ in names(self.param_groups)}
 
     def _metadata_of_groups(
         self, checkpoint: Checkpoint, like: int, saved_names: Collection[str], *, warns: bool
     ) -> Mapping[str, Any]:
-        """Return the metadata of the rank `like`, with groups for this rank: this one's own if the saved ones differ.
+        """Return the checkpoint's metadata for this rank: that of the rank `like`, groups included.
+
+        If several ranks have saved this rank's parameters, and their groups had unlike hyperparameters, no saved
+        groups fit: then the metadata has this rank's own groups.
 
         Args:
             checkpoint: The checkpoint.
             like: The rank that has saved most of this rank's parameters.
-            saved_names: This rank's parameters, by their names in the checkpoint.
-            warns: Whether to log a warning if this rank's own groups are taken.
+            saved_names: The names of this rank's parameters in the checkpoint.
+            warns: Whether to log a warning if the metadata has this rank's own groups.
         """
         metadata = checkpoint.manifests[like].metadata
+        # Parameters of this rank that `like` has not saved, the manifests of ranks that have saved some of these, and
+        # which of these ranks had other groups than `like`.
         missing = set(saved_names).difference(checkpoint.manifests[like].layout.index_by_name)
-        others = [each for each in checkpoint.manifests if not missing.isdisjoint(each.layout.index_by_name)]
-        unlike = [each.rank for each in others if each.metadata.get("groups") != metadata.get("groups")]
-        if not unlike:
+        manifests = [each for each in checkpoint.manifests if not missing.isdisjoint(each.layout.index_by_name)]
+        unlike_ranks = [each.rank for each in manifests if each.metadata.get("groups") != metadata.get("groups")]
+        if not unlike_ranks:
             return metadata
         if warns:
             _log.warning(
                 "%s has parameters of this rank from ranks %d and %d, whose groups had unlike hyperparameters: "
                 "this rank's groups keep their own; set them if they were changed in training",
-                *(checkpoint.path, like, unlike[0]),
+                *(checkpoint.path, like, unlike_ranks[0]),
             )
         return {**metadata, "groups": to_json(self.param_groups, self._ignored)}
 
     @contextlib.contextmanager
     def _loading_on_all_ranks(self) -> Iterator[None]:
-        """For a block that loads, under the lock: if one rank fails, all raise; else ranks exchange weights then."""
+        """Hold the lock for a block that loads; raise on all ranks if it fails on one.
+
+        If weights are dealt, users' changes of them are sent to their owner ranks before the block. If ranks exchange
+        updated weights, they exchange those that were loaded after it.
+        """
         if self._has_part_of_state():
             ranks.check_all_there(self._made_by, True, "load")
         with self._failing_on_all_ranks(), self._lock:
             self._weights.refresh(gradients=False)  # sends users' changes of weights that are not loaded
             yield
+        # A collective, so only now that the block has ended well on all ranks.
         with self._lock:
             self._weights.gather()
 
     def _has_part_of_state(self) -> bool:
-        """Return whether this rank has state of some elements of parameters alone."""
+        """Return whether this rank has only a part of the state, and other ranks the rest of it.
+
+        It is so if weights are cut by rows or dealt, are `DTensor`s, or are sharded by FSDP1.
+        """
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         return self._weights.are_exchanged or any(
             shards.is_dtensor(parameter) or ranks.is_flattened(parameter) for parameter in parameters
@@ -584,7 +626,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _failing_on_all_ranks(self) -> Iterator[None]:
         """After a block, raise on all ranks if it has failed on one: else ranks would go on with different state.
 
-        An `AnotherRankFailedError` has been raised on all ranks already, so no exchange follows.
+        That takes a collective. None follows an `AnotherRankFailedError`, which the block has raised on all ranks. If
+        the collective takes long, a timer logs what it waits for.
         """
         error: Exception | None = None
         try:
@@ -595,26 +638,26 @@ class StatefulOptimizer(torch.optim.Optimizer):
             error = caught
         if ranks.world()[0] > 1:
             text = "waiting for all ranks to load: that is a call of every rank"
-            late = threading.Timer(waits.QUIET_S, _log.warning, [text])
-            late.daemon = True
-            late.start()
+            timer = threading.Timer(waits.QUIET_S, _log.warning, [text])
+            timer.daemon = True
+            timer.start()
             try:
                 self._weights.agree_on_load(error)
             finally:
-                late.cancel()
+                timer.cancel()
         elif error is not None:
             raise error
 
     def _bind_saved(self, source: StateSource, prefix: str = "") -> tuple[dict[str, str], set[str]]:
-        """Bind the parameters of groups that a checkpoint has state of, frozen or not; open the engine for that.
+        """Open the engine, and add the parameters of groups, frozen or not, that a checkpoint has state of.
 
         Args:
             source: The checkpoint.
             prefix: What this rank's names in the checkpoint begin with.
 
         Returns:
-            Names in the checkpoint, by the names of groups' parameters; and names of bound parameters that it has no
-            state of.
+            The name in the checkpoint of each parameter of the groups, by its name here; and the names here of bound
+            parameters that the checkpoint has no state of.
 
         Raises:
             CheckpointError: It has state of a parameter that no group has, which would be dropped.
@@ -627,14 +670,17 @@ class StatefulOptimizer(torch.optim.Optimizer):
         saved = [parameter for parameter, name in own_names.items() if saved_names[name] in source_names]
         without_saved_state = {own_names[p] for p in bound}.difference(own_names[p] for p in saved)
         world_size, rank = ranks.world()
-        # None if another number of ranks has saved: then nobody knows which names are this rank's.
+        # The names that this rank should load; None if another number of ranks has saved, as nobody knows them then.
         rank_names = source.names_of(rank, world_size) if isinstance(source, Checkpoint) else source.names
         used_names = set(saved_names.values())
-        # State that no update has made is no loss.
+        # Saved parameters that no group has. One without updates does not count, as its state is no loss.
         unused = [name for name in rank_names or source.names if name not in used_names and source.step_of(name)]
         if unused and without_saved_state:
-            return saved_names, set()  # it is of another model, as loading it will say
-        # Another rank may have the rest, if this one has nothing of what its number has saved, or that is not known.
+            # It is of another model. With an empty set no parameter may begin anew, so loading it raises, and names
+            # what it lacks.
+            return saved_names, set()
+        # The unused state may be another rank's, if this rank has none of the parameters that the rank of its number
+        # has saved, or if it is not known which these are.
         may_be_of_another_rank = world_size > 1 and used_names.isdisjoint(rank_names or ())
         if unused and not may_be_of_another_rank:
             raise CheckpointError(
@@ -644,8 +690,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if unused:
             _log.warning("%s has state of %s, which no group of this rank has", source.path, listed(unused))
         if any(parameter not in bound for parameter in saved):
+            # If matrices are dealt, an addition is a collective, so none begins it if another rank has failed before.
             if self._weights.are_exchanged:
-                self._weights.agree_on_load()  # before an addition, which is a collective if matrices are dealt
+                self._weights.agree_on_load()
             self._add_new_parameters(saved)
         if without_saved_state:
             which = "it begins" if len(without_saved_state) == 1 else "they begin"
@@ -659,11 +706,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
         saved_names: Mapping[str, str],
         without_saved_state: Collection[str],
     ) -> None:
-        """Load state, and hyperparameters unless `groups` is None; both kinds of names are `_bind_saved`'s."""
+        """Load state, and then hyperparameters.
+
+        Args:
+            source: The checkpoint.
+            groups: Hyperparameters of the groups; None: they keep their own.
+            saved_names, without_saved_state: What `_bind_saved` has returned.
+        """
         bounds = self._weights.bound.values()
         _check_forms(source, bounds, saved_names)
         self._weights.rebind_changed()  # as loading writes weights where they lie now
         world_size, rank = ranks.world()
+        # Before the load, which may fail when it has replaced some of the state.
         self._state.copies.unwatch_all()
         self._state.note_change()
         self.engine.checkpoints.load(source, names=saved_names, rank=rank, ranks=world_size, anew=without_saved_state)
@@ -678,14 +732,21 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
 
 def _names_in_checkpoint(own_names: Iterable[str], source: StateSource, prefix: str) -> dict[str, str]:
-    """Return the names under which a checkpoint would have parameters, or has them under a like name; by own name."""
+    """Return the name in a checkpoint of each parameter, by its name here.
+
+    It is `prefix` and the name in the bare model; or, if the checkpoint has no such name, one that differs only by
+    what wrappers add. A parameter that the checkpoint does not have gets the name that it would have there.
+    """
     expected = {name: prefix + bare for name, bare in bare_names(own_names).items()}
     alike = matching_names(expected.values(), source.names)
     return {name: alike.get(saved_name, saved_name) for name, saved_name in expected.items()}
 
 
 def _check_forms(source: StateSource, bounds: Iterable[BoundParameter], saved_names: Mapping[str, str]) -> None:
-    """Verify that parameters have the shapes and strides that their state was saved in: its order is the memory's."""
+    """Refuse a checkpoint whose parameters had other shapes or strides than those here.
+
+    Elements of state are saved in the order of their weight's memory, which strides decide.
+    """
     for bound in bounds:
         saved_name = saved_names[bound.name]
         saved_form = source.shape_of(saved_name) if saved_name in source.names else None
@@ -711,16 +772,20 @@ def _extra_to_bytes(extra: Any) -> bytes:
 
 
 def _has_model(checkpoint: Checkpoint, rank: int) -> bool:
-    """Return whether a rank has saved what there is of its model beside the state."""
+    """Return whether a rank has saved the rest of its model, beside the state."""
     return bool(checkpoint.manifests[rank].metadata.get(MODEL_KEY))
 
 
 def _model_rest_and_extra(
     checkpoint: Checkpoint, rank: int, like: int, *, wants_model: bool
 ) -> tuple[SavedRest | None, bytes | None]:
-    """Return what a checkpoint has of the model beside the state, and a rank's `extra`; None for what it has not.
+    """Return the rest of the model, and a rank's `extra`, as a checkpoint has them; None for what it has not.
 
-    The model is the rank `like`'s; with `shard=True`, the first rank has saved it for all.
+    Args:
+        checkpoint: The checkpoint.
+        rank: Whose `extra` it is.
+        like: The rank whose model it is; if that rank has saved none, rank 0 has saved it for all.
+        wants_model: Whether to read the model; else None is returned for it.
     """
 
     def read(number: int) -> SavedRest:

@@ -32,7 +32,15 @@ log = logging.getLogger("offload")
 
 
 class Form(NamedTuple):
-    """What a parameter's state is laid out for: the weight's, and shape and device of what this rank has of it."""
+    """The form of a weight, for which its state is laid out.
+
+    Attributes:
+        dtype: The weight's.
+        shape: Of the whole weight.
+        strides: Of the whole weight, in elements.
+        local_shape: Shape of this rank's elements.
+        device: Where this rank's elements lie.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -46,14 +54,18 @@ class BoundParameter:
     """The record of a parameter that the engine updates.
 
     Attributes:
-        form: The form of the weight that the state belongs to.
-        stamp: What the weight was after the last update or check.
+        parameter: The parameter, as in the optimizer's groups.
+        position: Its index among the engine's parameters.
+        name: Its name.
+        form: The form of the weight for which the state was laid out.
+        stamp: The weight's address and version after the last update or check, by which later changes are seen.
         cut: How the parameter is cut over ranks; None if this rank has all of it.
         arrivals: The number of gradients that autograd has accumulated.
         slot: Memory for the gradient, set by `SlotRoute`; other routes have none.
         gathered_version: Version of the gradient in the slot when its norm was gathered.
         used_gradient: The gradient that the last step has used, and its version then.
-        was_different: Whether a master was loaded that rounds to another 16-bit weight; until the weight is written.
+        was_different: Whether a master was loaded that rounds to another 16-bit weight than this one; False again
+            once the weight is written.
         dealt_weight: For a `DTensor` that one rank updates whole: the copy on that rank.
     """
 
@@ -72,13 +84,15 @@ class BoundParameter:
 
     @property
     def local(self) -> torch.Tensor:
-        """The elements of the parameter that this rank updates, where they lie now."""
+        """The elements of the parameter that this rank updates, where they lie now: of a dealt `DTensor` the copy."""
         return shards.own(self.parameter, self.cut) if self.dealt_weight is None else self.dealt_weight.copy
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the gradient that this rank's step reads, and its weight; None if there is no gradient.
 
-        Reduces the gradient, a collective, if its placements are not the weight's.
+        Of a plain weight both are whole, also where this rank updates some rows only. Of a `DTensor` they are this
+        rank's elements; of a dealt one the whole gradient and the copy, without rows on ranks that are not the owner.
+        If the placements of `.grad` are not the weight's, it is reduced first, by a collective.
         """
         gradient = self.parameter.grad
         if gradient is None:
@@ -107,7 +121,7 @@ class Weights:
         bound: The records by parameter, in the engine's order.
         required_device: The device that all weights must be on; None for any.
         rows_over: With `shard`, the mesh of ranks that each update some rows of every weight; else None.
-        owners: For weights that one rank updates whole, its number in that mesh, or in the `DTensor`'s.
+        owners: By dealt weight, its owner rank: the number in `rows_over`, or for a `DTensor` in its own mesh.
         dealt: By name of a mesh's process group: the weights that are dealt to its ranks whole.
         are_in_file: Whether some weights lie in a mapped file.
     """
@@ -131,8 +145,13 @@ class Weights:
     ) -> tuple[Parameter, ...]:
         """Return the engine's descriptions of parameters that are to be bound; refuse those that cannot be.
 
-        `groups` are the optimizer's, for names; `kept_as` returns a parameter's group in the engine and its own rule,
-        given the parameter, its name and its group's number.
+        Also sets `are_in_file` if one lies in a mapped file.
+
+        Args:
+            groups: The optimizer's, for names.
+            parameters: The parameters.
+            kept_as: Given a parameter, its name and its group's number, returns its group in the engine, and its own
+                rule or None for the optimizer's.
         """
         labels = names(groups)
         name_of = {parameter: name for parameter, name, _ in labels}
@@ -154,10 +173,14 @@ class Weights:
     def deal(self, mesh: Any, works: Mapping[torch.Tensor, float], names: Mapping[torch.Tensor, str]) -> None:
         """Deal weights to the ranks of a mesh: each is updated whole by one rank. A collective.
 
-        `mesh` has one dimension: `rows_over`, or the `DTensor`s'. `works` has each weight's work in an update.
+        Args:
+            mesh: A mesh of one dimension: `rows_over`, or the `DTensor`s'.
+            works: The weights to deal, each with the work of its update.
+            names: Names of these weights; also of others.
         """
         dealt = self.dealt.setdefault(mesh.get_group().group_name, Dealt(mesh))
         self.owners.update(dealt.assign_owners(works))
+        # Only `DTensor`s need copies: plain weights are whole on all ranks.
         dealt.add({weight: names[weight] for weight in works if shards.is_dtensor(weight)}, self.owners)
 
     def undo_deal(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -236,7 +259,7 @@ class Weights:
         stamps = [(bound, bound.current_stamp()) for bound in self.bound.values()]
         changed = [(bound, stamp) for bound, stamp in stamps if stamp != bound.stamp]  # moved or written to
         if any(bound.stamp is None or stamp.address != bound.stamp.address for bound, stamp in changed):
-            # Moved weights may share memory now.
+            # Moved weights may share memory now. A stamp is None only while `bind` makes the record.
             shards.check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
         for bound, stamp in changed:
             check_form(bound)
@@ -254,7 +277,7 @@ class Weights:
             self._holder.check_open()  # a closed rank must not begin: others would wait, or mistake the exchange
         for dealt in self.dealt.values():
             changed = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]
-            # Those whose masters are here, without any whose addition was interrupted.
+            # One that is not bound has no master yet: its addition was interrupted.
             bounds = [self.bound[parameter] for parameter in changed if parameter in self.bound]
             self._note_changes([bound.name for bound in bounds if self._reload_master(bound)])
 
@@ -266,21 +289,25 @@ class Weights:
             self._holder.engine.reload_master(bound.position)
 
     def forget_gradients(self) -> None:
-        """Free gradients that were sent to the ranks of dealt weights."""
+        """Free the whole gradients of dealt weights, which ranks have sent to the owners."""
         for dealt in self.dealt.values():
             dealt.free_gradients()
 
     def free_copies(self) -> None:
-        """Free the copies of weights that were dealt to this rank; the engine has been closed."""
+        """Free the copies of dealt weights; the engine, which updates them in place, has been closed."""
         for dealt in self.dealt.values():
             for weight in dealt.weights.values():
                 weight.free()
 
     def _reload_master(self, bound: BoundParameter) -> bool:
-        """Let the next step set a master where its weight was written to; return whether the master may lose bits."""
+        """Let the next step set a master's elements from the weight's, where these are not what the master rounds to.
+
+        Returns:
+            Whether the master may lose bits by that: where the weight has changed, it becomes the 16-bit weight.
+        """
         bound.was_different = False
         self._holder.engine.reload_master(bound.position, whole=False)
-        # Where the weight has changed, the master loses its bits beyond 16; a float32 weight is its own master.
+        # A float32 weight is its own master, and before the first update the master is made from the weight anyway.
         return bound.parameter.dtype is not torch.float32 and bool(self._holder.engine.step_count(bound.position))
 
     def _note_changes(self, changed_names: Sequence[str]) -> None:
@@ -307,7 +334,7 @@ class Weights:
         return [bound.local.detach() for bound in self.bound.values() if bound.form.dtype is torch.float32]
 
     def note_different(self, bounds: Iterable[BoundParameter]) -> None:
-        """Note weights that differed from the masters that were loaded; see `differing`."""
+        """Note weights that were not what the loaded masters round to, as `differing` has found, for a warning."""
         for bound in bounds:
             bound.was_different = self._has_differences = True
 
@@ -327,7 +354,10 @@ class Weights:
             )
 
     def note_written(self, bounds: Iterable[BoundParameter]) -> None:
-        """Count the engine's writes to weights in torch's version counters, and note weights as unchanged since."""
+        """Note that the engine has written to weights.
+
+        Torch's version counters count it. New stamps keep it from looking like a user's change at the next check.
+        """
         bounds = [*bounds]
         increment_version([bound.parameter for bound in bounds])
         for bound in bounds:
@@ -343,7 +373,7 @@ class Weights:
 
     @property
     def row_sharded(self) -> list[BoundParameter]:
-        """Weights of which each rank updates rows that others need."""
+        """Weights that are cut over `rows_over`: each rank, or if dealt its owner, updates rows that others need."""
         return [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
 
     @property
@@ -367,6 +397,9 @@ class Weights:
     def gather(self, note: bool | None = None) -> bool | None:
         """Exchange the weights that each rank has updated; a collective, if weights are cut by rows or dealt.
 
+        Owners send dealt `DTensor`s back to the shards of all ranks. Of plain weights, owners broadcast dealt ones,
+        and ranks gather the rows of all others.
+
         Args:
             note: A flag that is exchanged with them (has this rank had a SIGTERM?); None on all ranks for none.
 
@@ -385,10 +418,11 @@ class Weights:
             return None
         ranks = self.rows_over.size()
         device = bounds[0].parameter.device
+        # Broadcasts the dealt ones; the others are left to `shards.gather`.
         not_dealt = shards.send([(bound.parameter, bound.cut) for bound in bounds], self.rows_over)
         if note is None:
             shards.gather(not_dealt, self.rows_over)
-        else:  # the notes travel as one more weight, of which each rank has one row
+        else:  # the notes travel as one more weight: each rank sends one row, and gets those of the others
             notes = torch.full((ranks,), note, dtype=torch.bool, device=device)
             shards.gather([*not_dealt, notes], self.rows_over)
         for bound in bounds:
@@ -397,7 +431,10 @@ class Weights:
 
 
 def differing(masters: Mapping[BoundParameter, torch.Tensor]) -> list[BoundParameter]:
-    """Return the parameters whose 16-bit weights are not what these masters, in the order of memory, round to."""
+    """Return the parameters whose 16-bit weights are not what their masters round to.
+
+    `masters` have their elements in the order in which the weights' elements lie in memory.
+    """
     return [bound for bound, master in masters.items() if _differs_from_rounded(bound, master)]
 
 
@@ -408,16 +445,17 @@ def _differs_from_rounded(bound: BoundParameter, master: torch.Tensor) -> bool:
     dtype = weight.dtype
     if dtype is torch.float32:
         return False
-    flat = weight.as_strided((numel,), (1,))
+    flat = weight.as_strided((numel,), (1,))  # in the order of memory, as the master
+    # Host buffers for one piece at a time: the weight may lie on a device, and a copy of all of it may not fit.
     values = torch.empty(min(PIECE_NUMEL, numel), dtype=torch.float32, device="cpu")
     weights_here = torch.empty(values.numel(), dtype=dtype, device="cpu")
     rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")
     for start in range(0, numel, PIECE_NUMEL):
-        rest = slice(numel - start)  # all of the buffers, or less for the last piece
-        copy_run(flat, start, weights_here[rest])
-        copy_run(master, start, values[rest])
-        store_rounded(values[rest], rounded[rest])
-        if not torch.equal(weights_here[rest].view(torch.int16), rounded[rest].view(torch.int16)):
+        piece = slice(numel - start)  # all of the buffers, or less for the last piece
+        copy_run(flat, start, weights_here[piece])
+        copy_run(master, start, values[piece])
+        store_rounded(values[piece], rounded[piece])
+        if not torch.equal(weights_here[piece].view(torch.int16), rounded[piece].view(torch.int16)):
             return True
     return False
 
@@ -429,7 +467,7 @@ def _form_of(parameter: torch.Tensor) -> Form:
 
 
 def check_form(bound: BoundParameter) -> None:
-    """Refuse a weight whose form has changed since its state was laid out: an update would touch memory beside it."""
+    """Refuse a weight whose form is not `bound.form` any more: an update could write to memory beside it."""
     form = _form_of(bound.parameter)
     if form != bound.form:
         text = f"{form.dtype}, shape {tuple(form.shape)}, strides {form.strides}, on {form.device}"

@@ -21,7 +21,7 @@ from offload.optim.weights import BoundParameter, check_parameter
 from offload.rules import MASTER, MOST_STEPS, PACKED, ClassRule, number
 
 WALKS = ("train", "eval")
-"""Methods of schedule-free optimizers, which change every weight by its state."""
+"""Methods of schedule-free optimizers that change every weight by its state."""
 
 
 class PackedState(StateView):
@@ -40,12 +40,17 @@ class PackedState(StateView):
         return self._layout.parameters[bound.position]
 
     def _entry(self, bound: BoundParameter, state: Mapping[str, torch.Tensor], own_masters: bool) -> dict[str, Any]:
-        """Return a parameter's entry for users, unpacked; with a master if there is one beside the weight."""
+        """Return a parameter's entry of `state`, unpacked, as the class itself would keep it.
+
+        It has a master, too, if there is one beside the weight. With `own_masters` a weight that is its own master is
+        one as well.
+        """
         parameter = self._layout_of(bound)
         entry = self.runner.packing_of(parameter).load(state[PACKED])
         count = self._holder.engine.step_count(bound.position)
         if not parameter.numel and count:  # without elements nothing is stored: the class makes its state again
             entry = self.runner.state_of_empty(parameter, count)
+        # The class itself may keep a value by the name of the master; then the entry shows that one.
         if (self._has_master(bound) or own_masters) and MASTER not in entry:
             entry[MASTER] = shards.in_form(state[MASTER], bound.parameter, bound.cut)
         return entry
@@ -58,7 +63,7 @@ class PackedState(StateView):
         return bool(self.runner.packing_of(self._layout_of(bound)).keys)
 
     def shown(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an entry of `read` as `state_for` returns it: all of it, as a step count is the class's own."""
+        """Return an entry of `read` as `state_for` shows it: all of it, as "step" is the class's own here."""
         return dict(entry)
 
     def assign(self, parameter: torch.Tensor, name: str, value: Any) -> Any:
@@ -69,12 +74,17 @@ class PackedState(StateView):
             return self.read([parameter])[0][name]
 
     def checked_entry(self, what: str, entry: Mapping[str, Any], bound: BoundParameter) -> Entry:
-        """Check one parameter's whole state; return it packed, with the class's types, and the step count."""
+        """Check an entry of one parameter's state that a user gives; return its tensors for the engine, and its step.
+
+        The tensors are the packed state, with values converted to the class's types, and a master if there is one in
+        the entry and beside the weight. `what` names the entry, for errors.
+        """
         entry = dict(entry) if isinstance(entry, Mapping) else {}
         packing = self.runner.packing_of(self._layout_of(bound))
-        words = self._layout.numel_of(bound.position, PACKED)
-        packed = torch.zeros(words, dtype=torch.float32, device="cpu")
-        master = None if MASTER in packing.keys else entry.pop(MASTER, None)  # some classes keep one themselves
+        word_count = self._layout.numel_of(bound.position, PACKED)
+        packed = torch.zeros(word_count, dtype=torch.float32, device="cpu")
+        # The engine's master, unless the class itself keeps a value of that name.
+        master = None if MASTER in packing.keys else entry.pop(MASTER, None)
         try:
             packing.store(packed, packing.cast(entry))
         except TypeError as cause:
@@ -85,7 +95,7 @@ class PackedState(StateView):
             tensors[MASTER] = in_memory_order(f"{what}.{MASTER}", master, bound)
         if not entry:
             return tensors, 0  # nothing, or a master alone
-        step = number(entry.get("step"))  # the class's own, which may be no count: then 1
+        step = number(entry.get("step"))  # the class's own; if that is no count, 1 says that there were updates
         return tensors, int(step) if 1 <= step <= MOST_STEPS else 1
 
     def is_of_parameter(self, entry: object) -> bool:
@@ -106,7 +116,9 @@ class WrappedOptimizer(OffloadedOptimizer):
         largest_numel = 0
         # Replaced by the largest parameter's rule, which sizes subgroups; stays if there is no parameter to update.
         self.rule = ClassRule(runner.name, packed_words=1)
+        # `_open` tries the class, too, but may be deferred until the first step: refusals are to come from here.
         for at, group in enumerate(groups):
+            # The group's trainable parameters with their names, made up of group and index where none are given.
             named = [
                 item if isinstance(item, tuple) else (f"param_groups[{at}].params[{n}]", item)
                 for n, item in enumerate(group["params"])
@@ -125,7 +137,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         return PackedState(self._runner, self._holder, self._weights, self.rule, self._lock, self)
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
-        """Refuse a parameter that is a `DTensor`, as a class updates whole ones, or that cannot be updated at all."""
+        """Refuse a `DTensor`, as the class updates whole parameters, and what no optimizer here can update."""
         if shards.is_dtensor(parameter):
             combinations.WHOLE_PARAMETERS.refuse(name, "a DTensor", rule=self.kind)
         check_parameter(parameter, name, required=None)  # on any device
@@ -157,7 +169,7 @@ class WrappedOptimizer(OffloadedOptimizer):
         super()._add(parameters)
 
     def _try_new_groups(self) -> None:
-        """Try the class on groups, and types of parameters, that are new since it was tried last."""
+        """Try the class on groups, and on kinds of parameters, that are new since it was tried last."""
         named = names(self.param_groups)
         for at, group in enumerate(self.param_groups):
             own = [(name, parameter) for parameter, name, number in named if number == at]
@@ -175,11 +187,11 @@ class WrappedOptimizer(OffloadedOptimizer):
     # Steps
 
     def _is_asked_for_state(self) -> bool:
-        """Return False: torch's step that makes state is taken here, as the class makes its state in it."""
+        """Return False: a step by which torch asks for state is taken as any other, as a class makes state in it."""
         return False
 
     def _loss_of(self, closure: Callable[[], float]) -> float:
-        """Return the loss that a closure computes; refuse one that the class would not call once, at first."""
+        """Return the loss that a closure computes; refuse one if the class calls it again, or after its update."""
         if not self._runner.calls_closure_first:
             advice = f"compute gradients before it: {self.kind} calls a closure again, or after its update"
             raise ConfigError("step", "with a closure", advice)
@@ -191,36 +203,45 @@ class WrappedOptimizer(OffloadedOptimizer):
         return super()._step()
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[BoundParameter]) -> None:
-        """Begin a step; if the class changes its groups, wait for each group's first update, which tells how."""
+        """Begin a step that goes on in the background.
+
+        If the class changes its groups in a step, wait for one update in each group, which tells how, and change the
+        optimizer's groups accordingly: the caller may read them once `step` has returned.
+        """
         if not self._runner.changes_groups:
             super()._begin_step(groups, scale, clip, active)
             return
         layout = self.engine.plan.layout
         first_updates: dict[int, BoundParameter] = {}
         for bound in active:
-            if bound.local.numel():
+            if bound.local.numel():  # the class is not called for a parameter without elements
                 first_updates.setdefault(layout.parameters[bound.position].group, bound)
         for at, values in enumerate(groups):
-            if at not in first_updates:  # now, as no update uses the runner yet
+            # No update of such a group will tell. So the runner calls its optimizer of the class with the group
+            # alone, and keeps the result. Now, before the step's updates use that optimizer.
+            if at not in first_updates:
                 self._runner.group_changes_after(at, values)
         super()._begin_step(groups, scale, clip, active)
         self._overlap.wait_for(first_updates.values())
         self._change_groups()
 
     def _change_groups(self) -> None:
-        """Change groups as the last step's updates have, once; what the caller has set since then stays."""
+        """Change hyperparameters in groups as the class did in the last step's updates; once for each step.
+
+        A value that the caller has set since then stays.
+        """
         for at, group in enumerate(self.param_groups):
             group.update(self._runner.group_changes_after(at, self.rule.values(group)))
             self._runner.note_group_changed(at)
 
     def _report_step(self) -> None:
-        """Change groups as the updates have, then report the step."""
+        """Change groups as the step's updates have (see `_change_groups`), then report the step."""
         self._change_groups()
         self._runner.end_step()
         super()._report_step()
 
     def __getattr__(self, name: str) -> Any:
-        """Return `train` or `eval` if the class has it."""
+        """Return a method for `train` or `eval` if the class has one; called for attributes that are not found."""
         if name in WALKS and callable(getattr(self._runner.of_class, name, None)):
             return partial(self._call_on_all, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -235,7 +256,7 @@ class WrappedOptimizer(OffloadedOptimizer):
             self._state.check()
             layout = self.engine.plan.layout
             bounds = self._weights.bound.values()
-            runner.begin_step()
+            runner.begin_step()  # the method, too, may read parameters' attributes and change groups
 
             def walk(position: int, views: Mapping[str, torch.Tensor]) -> None:
                 """Call the method on one parameter, with views of its state."""

@@ -10,7 +10,7 @@ _STYLE = (
     "table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;text-align:left}"
     "td+td,th+th{text-align:right}pre{background:#f6f6f6;padding:1em;overflow-x:auto}svg{max-width:100%;height:auto}"
 )
-# By this a browser loads and runs nothing, whatever stands in a page.
+# A Content-Security-Policy, by which a browser loads and runs nothing, whatever stands in a page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -44,8 +44,8 @@ class Page:
         """Add a picture.
 
         Args:
-            svg: An `<svg>` element, of `offload.pictures.draw`, which escapes what it is given.
-            alternative: What it shows, for those who do not see it.
+            svg: An `<svg>` element, as `offload.pictures.draw.svg` returns it: not escaped here.
+            alternative: What the picture shows, in words for those who do not see it.
         """
         self._parts.append(f'<figure role="img" aria-label="{html.escape(alternative, quote=True)}">{svg}</figure>')
 

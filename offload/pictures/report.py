@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT_NAME, TIMELINE_NAME, PAGE_NAME = "report.json", "timeline.json", "report.html"
-"""In a run's folder: what a page shows, the operations of the last step, and the page."""
+"""Files in a run's folder: a `Report` as JSON, the operations of the last step, and the page that shows both."""
 
 MOST_STEPS = 100_000
 MOST_ROWS = 1_000
 _SHOWN_STEPS = 20
-"""Of the steps, in the table: the last ones; the picture has all."""
+"""How many steps, the last ones, the table has; the picture shows all."""
 
 Seconds = Annotated[float, Meta(ge=0, le=1e10)]
 Text = Annotated[str, Meta(max_length=100_000)]
@@ -38,8 +38,8 @@ class Step:
 
     Attributes:
         number: Its number.
-        measured_s: What it took.
-        predicted_s: What it was to take; None where that is unknown.
+        measured_s: Seconds that it took.
+        predicted_s: Seconds that it was predicted to take; None where that is unknown.
     """
 
     number: Count
@@ -53,8 +53,8 @@ class Lane:
 
     Attributes:
         name: Such as "read:0".
-        predicted_s: Seconds that it was to work.
-        measured_s: Seconds that it worked.
+        predicted_s: Seconds that it was predicted to be busy; None where that is unknown.
+        measured_s: Seconds that it was busy.
         nbytes: Bytes that it moved or updated.
     """
 
@@ -173,7 +173,7 @@ def _pictures(
 def _add_picture(html_page: Page, pictures: dict[str, Figure] | None, name: str, alternative: str) -> None:
     """Add a picture to the page, or words in its place without matplotlib."""
     if pictures is None:
-        html_page.text("(No picture: see above.)")
+        html_page.text("(No picture: see above.)")  # where `page` has said that matplotlib is missing
     else:
         html_page.picture(svg(pictures[name]), alternative)
 
@@ -184,7 +184,8 @@ def _seconds_text(value: float | None) -> str:
 
 
 def _apart_text(predicted_s: float | None, measured_s: float) -> str:
-    """Return how far a measurement is from its prediction; "" without one."""
+    """Return, in words, how far a measurement is from its prediction; "" if that is unknown (None), or 0."""
+    # `format_apart` puts its text in brackets, for a sentence.
     return "" if not predicted_s else format_apart(predicted_s, measured_s).strip(" ()")
 
 

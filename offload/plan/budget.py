@@ -89,16 +89,20 @@ AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 
 
 def least_slot_bytes(state: StateSpec) -> int:
-    """Return the least bytes of a staging slot: the smallest subgroup of a parameter that is added later fits.
+    """Return the least bytes of a staging slot: the smallest subgroup of a parameter that is added later has to fit.
 
     Args:
-        state: The layout's; parameters that are kept exact have three fp32 tensors instead.
+        state: The layout's rule and format. Parameters that are kept exact have three fp32 tensors instead, which may
+            take more.
     """
     return max(EXACT_ADAMW.nbytes(EXACT_ADAMW.sector_numel), state.nbytes(state.sector_numel))
 
 
 def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, layout: Layout | None = None) -> int:
-    """Return the elements of a subgroup that suit a model of so many elements and the staging memory.
+    """Return how many elements a subgroup should have, for a model of `numel` elements and the staging memory.
+
+    That is the shard cut into `AUTO_SUBGROUPS` parts, within `AUTO_SUBGROUP_NUMEL` and what the staging memory holds.
+    It is rounded down to a multiple of `StateSpec.sector_numel`, and is one of these at least.
 
     Args:
         numel: Elements of one rank's shard.
@@ -107,11 +111,11 @@ def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, layout: 
     """
     state = (layout or Layout((), ())).state
     least, most = AUTO_SUBGROUP_NUMEL
-    chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
+    subgroup_numel = max(least, min(most, numel // AUTO_SUBGROUPS))
     # Less memory than for one slot is refused by `make_plan`.
     if staging_bytes is not None and staging_bytes >= least_slot_bytes(state):
-        chosen = min(chosen, int(staging_bytes / (DEFAULT_STAGING_SLOTS * state.item_bytes)))
-    return max(state.sector_numel, chosen // state.sector_numel * state.sector_numel)
+        subgroup_numel = min(subgroup_numel, int(staging_bytes / (DEFAULT_STAGING_SLOTS * state.item_bytes)))
+    return max(state.sector_numel, subgroup_numel // state.sector_numel * state.sector_numel)
 
 
 class Home(Enum):
@@ -291,10 +295,10 @@ class Plan:
         return self.homes[subgroup] is not Home.STREAMED
 
     def may_speculate(self, subgroup: int) -> bool:
-        """Return whether a subgroup can be updated before its step: if it is streamed, by an elementwise rule.
+        """Return whether backward can update a subgroup before its step: a streamed one, by an elementwise rule.
 
-        The CPU does it, whose cores wait for a GPU in backward. With `Budgets.speculates` that includes subgroups
-        that the GPU would update in the step: their gradients are copied to host memory, too.
+        The CPU makes these updates, as its cores wait for a GPU in backward. With `Budgets.speculates` it also makes
+        those that the GPU would make in the step: their gradients are copied to host memory, too.
         """
         if self.is_resident(subgroup) or self.layout.subgroups[subgroup].state.rule.is_whole:
             return False
@@ -329,7 +333,7 @@ class Plan:
         return plan.host_bytes - self.host_bytes, plan.speculative_storage_bytes
 
     def needs_gradients(self, subgroup: int) -> bool:
-        """Return whether the CPU updates a subgroup, in the step or in backward, and needs its gradients."""
+        """Return whether the CPU needs a subgroup's gradients, to update it in the step or perhaps in backward."""
         return not self.updates_on_gpu(subgroup) or self.may_speculate(subgroup)
 
     def at_home_on_gpu(self, subgroup: int) -> bool:
@@ -358,9 +362,10 @@ class Plan:
         return self.budgets.gradients_on_gpu
 
     def leaving_bytes(self, subgroup: int) -> int:
-        """Return the bytes copied from a GPU for an update on the CPU: gradients that are still there, fp32 weights.
+        """Return the bytes copied from a GPU in a step, for a subgroup's update on the CPU.
 
-        A gradient has its weight's dtype, and an fp32 weight is the master.
+        These are gradients that are still there, and fp32 weights, since an fp32 weight is the master. A gradient has
+        its weight's dtype, so both take as many bytes as the weights.
         """
         is_master = self.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
         copies = int(self.fetches_gradients) + int(is_master)
@@ -368,7 +373,10 @@ class Plan:
 
     @cached_property
     def unborrowed(self) -> Plan:
-        """This plan for a step without the GPU's staging slots, if they are borrowed: the CPU makes these updates."""
+        """This plan without its borrowed staging slots on the GPU: the CPU makes the updates that pass through them.
+
+        The plan itself if none are borrowed.
+        """
         if not (self.budgets.borrows and self.gpu_slots):
             return self
         placements = tuple(Placement.GPU if home is Home.GPU else Placement.CPU for home in self.homes)
@@ -402,7 +410,10 @@ class Plan:
 
     @cached_property
     def weight_slots(self) -> int:
-        """Number of weight slots; one even if the CPU updates nothing, as state is read and replaced through it."""
+        """Number of weight slots: one for each subgroup that the CPU updates, at most `WEIGHT_SLOTS`.
+
+        One at least, as state is read and replaced through it; but 0 if the weights lie in host memory.
+        """
         return max(1, min(WEIGHT_SLOTS, self.placements.count(Placement.CPU))) if self.weights_on_gpu else 0
 
     @cached_property
@@ -415,7 +426,10 @@ class Plan:
 
     @cached_property
     def bounce_bytes(self) -> int:
-        """Bytes of host memory to which state at home on the GPU is copied, a subgroup at a time, for readers."""
+        """Bytes of a buffer in host memory, to which state at home on the GPU is copied for whoever reads it.
+
+        It holds one subgroup, so it is as large as the largest such one; 0 if there is none.
+        """
         sizes = zip(self.homes, self.layout.subgroup_bytes, strict=True)
         return max((nbytes for home, nbytes in sizes if home is Home.GPU), default=0)
 
@@ -427,11 +441,14 @@ class Plan:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of host memory for new weights that are made during backward."""
+        """Bytes of host memory for images: new weights that are made during backward and not yet in use."""
         return sum(s.weight_bytes for s in self.updated_in_backward) if self.budgets.speculates else 0
 
     def fits_but_for_backward(self, available: int) -> bool:
-        """Return whether a plan with updates in backward fits host memory without the images that they need."""
+        """Return whether this plan fits `available` bytes of host memory without the images for updates in backward.
+
+        False if the plan has no such images.
+        """
         return self.image_bytes > 0 and self.host_bytes - self.image_bytes <= available
 
     @property
@@ -476,9 +493,10 @@ class Plan:
 
         Empty if there is only one node.
         """
-        buffers = self.host_bytes - self.home_bytes[Home.HOST] - self.overhead_bytes
+        # All host memory but homes, and but overhead, which is bound to no node.
+        buffer_bytes = self.host_bytes - self.home_bytes[Home.HOST] - self.overhead_bytes
         return {
-            node: home_bytes + (buffers if node == self.buffer_node else 0)
+            node: home_bytes + (buffer_bytes if node == self.buffer_node else 0)
             for node, home_bytes in self.node_bytes.items()
         }
 
@@ -492,7 +510,7 @@ class Plan:
         """For each subgroup, the tiles of its gradients; empty if gradients do not pass through buffers."""
         if self.budgets.gradients_kept_bytes is None:
             return ()
-        item_bytes = self.budgets.gradient_item_bytes
+        item_bytes = self.budgets.gradient_item_bytes  # 0: as an element of the subgroup's weights
         return tuple(s.gradient_tiles(item_bytes or int(ITEM_BYTES[s.dtype])) for s in self.layout.subgroups)
 
     @cached_property
@@ -502,7 +520,10 @@ class Plan:
 
     @cached_property
     def gradient_buffers(self) -> int:
-        """Number of gradient buffers; 0 if all gradients have slots in memory."""
+        """Number of gradient buffers; 0 if all gradients have slots in memory.
+
+        `LEAST_BUFFERS`, and those that `gradients_kept_bytes` has room for; no more than subgroups.
+        """
         if not self.gradient_buffer_bytes:
             return 0
         staying = (self.budgets.gradients_kept_bytes or 0) // self.gradient_buffer_bytes
@@ -520,13 +541,14 @@ class Plan:
         return {
             "gradients": ScratchBuffers(
                 count=self.gradient_buffers,
-                alone=self.gradient_buffers,
+                alone=self.gradient_buffers,  # all: with planned room, no write is refused for good
                 staying=self.staying_gradients,
-                moving=0,
+                moving=0,  # none is written early or read ahead: visits request what they read
                 is_planned=True,
             ),
             "activations": ScratchBuffers(
                 count=self.activation_buffers,
+                # As the paths may refuse writes, some buffers are left to read into.
                 alone=self.activation_buffers - self.moving_activations,
                 staying=self.staying_activations,
                 moving=self.moving_activations,
@@ -535,7 +557,10 @@ class Plan:
         }
 
     def scratch_tiles(self, owner: ScratchOwner) -> tuple[PlacedTile, ...]:
-        """Return the tiles of an owner's scratch, with their offsets in the owner's buffer."""
+        """Return the tiles of an owner's scratch, with their offsets in the owner's buffer.
+
+        Gradients of a subgroup may have several; an owner of activations is one tile, which fills its buffer.
+        """
         if owner.kind == "gradients":
             return self.gradient_tiles[owner.number]
         number = owner.number % (1 << 31)  # fits the 32 bits of a slot's header
@@ -554,6 +579,7 @@ class Plan:
     @property
     def moving_activations(self) -> int:
         """Most activation tiles that are read ahead at once, and written early: state waits for no more on a path."""
+        # A quarter of the buffers each way at most, so that half of them stay (`staying_activations`).
         return min(self.activation_buffers // 4, MOVING_ACTIVATIONS * len(self.budgets.paths))
 
     @property
@@ -563,7 +589,7 @@ class Plan:
 
     @property
     def activation_storage_bytes(self) -> int:
-        """Most bytes that activations may take on the paths, with headers: the room that others leave."""
+        """Most bytes that activations may take on the paths, with headers: what state and checkpoints leave."""
         return max(0, self._spare_bytes - self.checkpoint_bytes) if self.activation_buffers else 0
 
     def with_buffer_bytes(self, bounces: int = 0) -> Plan:
@@ -580,6 +606,7 @@ class Plan:
     @cached_property
     def path_gradient_bytes(self) -> int:
         """Bytes of gradients that backward writes to the paths and the step reads."""
+        # Backward fills the buffers of the last subgroups first, so these are written and the first ones stay.
         return sum(tile.nbytes for tiles in self.gradient_tiles[self.staying_gradients :] for tile in tiles)
 
     @property
@@ -593,7 +620,7 @@ class Plan:
 
         A version never overwrites the one before, so each subgroup that is being flushed needs a second slot for
         each of its tiles. At most `staging_slots` subgroups are flushed at once, and no more tiles than there are.
-        Gradients need one slot for each tile.
+        Gradients need one slot for each tile, as the old copy is freed before a new one is written.
         """
         live: Counter[int] = Counter()  # tiles of all subgroups, by size
         most_of_one: Counter[int] = Counter()  # tiles of the subgroup that has most of a size
@@ -632,18 +659,22 @@ class Plan:
 
     @property
     def _end_bytes(self) -> int:
-        """Bytes that may be unusable: all paths but one may end with a rest too short for the largest slot."""
+        """Bytes of the paths that may be unusable: all but one may end with a rest too short for the largest slot."""
         return (self.largest_tile_bytes + SECTOR_BYTES) * max(len(self.budgets.paths) - 1, 0)
 
     @property
     def _spare_bytes(self) -> int:
-        """Bytes of the paths that state and versions in flight never take, whatever path each slot is on."""
+        """Bytes of the paths that are left to others than the plan's slots (state, versions in flight, gradients).
+
+        They are left however the slots are spread over the paths; < 0 if some slots may find no room.
+        """
         offered = sum(path.available_bytes for path in self.budgets.paths) + self.budgets.leftover_bytes
         return offered - self.storage_bytes - self._end_bytes
 
     @cached_property
     def has_room_for_checkpoints(self) -> bool:
         """Whether the paths have room for `checkpoint_bytes` beside the state."""
+        # No checkpoint needs no room, although `_spare_bytes` may be < 0.
         return not self.checkpoint_bytes or self.checkpoint_bytes <= self._spare_bytes
 
     @property
@@ -714,7 +745,7 @@ class Plan:
 
     @cached_property
     def dealt_copy_bytes(self) -> int:
-        """Bytes of host memory for whole parameters, gathered from all ranks by the one that updates them."""
+        """Bytes of host memory for copies of whole dealt weights and their gradients, on their owner rank."""
         return sum(parameter.dealt_copy_bytes for parameter in self.layout.parameters)
 
     @property
@@ -809,7 +840,7 @@ class Plan:
             lines.append(_line(self.speculative_storage_bytes, text))
         if self.checkpoint_bytes:
             too_much = "" if self.has_room_for_checkpoints else ", which is more than there is"
-            title = "" if self.staging_slots else "storage"
+            title = "" if self.staging_slots else "storage"  # `_streamed_lines` begin with that title
             text = f"beside the state in use, at most for {_checkpoints(self.budgets)}{too_much}"
             lines.append(_line(self.checkpoint_bytes, text, title))
         return lines
@@ -828,7 +859,7 @@ class Plan:
 
     def _gpu_lines(self) -> list[str]:
         """Return the lines about GPU memory."""
-        others = []
+        others = []  # bytes and text of lines that follow those of state and staging
         if self.piece_buffer_bytes:
             pieces_bytes = PIECE_BUFFERS * self.piece_buffer_bytes
             others.append((pieces_bytes, "small tensors on their way to and from the CPU"))
@@ -871,16 +902,17 @@ def _checkpoints(budgets: Budgets) -> str:
 
 
 def piece_buffer_bytes(subgroups: Iterable[Subgroup]) -> int:
-    """Return the size of a buffer on the GPU through which small segments of these subgroups are copied.
+    """Return the bytes of a buffer on the GPU through which small segments of these subgroups are copied.
 
-    It holds those of one subgroup, up to `MOST_PIECE_BUFFER_BYTES`; 0 if no subgroup has more than `KERNEL_COPIES`.
+    Segments under `LEAST_COPY_BYTES` are small. The buffer holds those of any one subgroup, up to
+    `MOST_PIECE_BUFFER_BYTES`. A subgroup with at most `KERNEL_COPIES` small segments needs none; 0 if all are so.
     """
     needed = 0
     for subgroup in subgroups:
         item_bytes = int(ITEM_BYTES[subgroup.dtype])
         sizes = (segment.numel * item_bytes for segment in subgroup.segments)
         small = [nbytes for nbytes in sizes if nbytes < LEAST_COPY_BYTES]
-        if len(small) > KERNEL_COPIES:  # else a copy each costs no more than the kernel that gathers them
+        if len(small) > KERNEL_COPIES:  # else one copy for each costs no more than the kernel that gathers them
             needed = max(needed, sum(round_up(nbytes, PIECE_ALIGNMENT) for nbytes in small))
     # One unit more: the first piece in a buffer may begin anywhere within its own.
     return min(needed + PIECE_ALIGNMENT, MOST_PIECE_BUFFER_BYTES) if needed else 0
@@ -918,10 +950,10 @@ def make_plan(
     """
     sizes = layout.subgroup_bytes
     homes, nodes = _homes(sizes, budgets, kept, budgets.nodes if node_bytes is None else node_bytes)
-    wanted = itertools.chain(placements, itertools.repeat(Placement.CPU))  # without end
+    wanted = itertools.chain(placements, itertools.repeat(Placement.CPU))  # endless: the CPU beyond `placements`
     placed = tuple(Placement.GPU if home is Home.GPU else device for home, device in zip(homes, wanted, strict=False))
     planned_gpu_slots = 0
-    if placed.count(Placement.GPU) > homes.count(Home.GPU):  # some are copied there to be updated
+    if placed.count(Placement.GPU) > homes.count(Home.GPU):  # the GPU updates subgroups that have to be copied there
         largest = max(nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is not Home.GPU)
         planned_gpu_slots = _count_gpu_slots(budgets, largest, gpu_slots)
     plan = Plan(
@@ -955,8 +987,8 @@ def _with_staging(plan: Plan, kept: Plan | None, staging_slots: int) -> Plan:
     """Return a plan with staging slots for its streamed subgroups; raise if staging memory holds too few.
 
     Args:
-        plan: Without staging slots.
-        kept: A plan for the first subgroups, if there is one: as many slots as it has are needed.
+        plan: The plan, without staging slots.
+        kept: A plan for the first subgroups, if there is one: at least as many slots as it has are needed.
         staging_slots: Number of slots if the budgets have no `staging_bytes`.
     """
     budgets = plan.budgets
@@ -979,9 +1011,17 @@ def _with_staging(plan: Plan, kept: Plan | None, staging_slots: int) -> Plan:
 def _homes(
     sizes: Sequence[int], budgets: Budgets, kept: Plan | None, node_bytes: Sequence[NodeBudget]
 ) -> tuple[tuple[Home, ...], tuple[int | None, ...]]:
-    """Return each subgroup's home, the first tier and node with room (or as `kept` has it), and its memory node.
+    """Return the homes of all subgroups, and the memory nodes of these homes.
 
-    The node is None for a home that is not in host memory, and if `node_bytes` is empty: then there is only one.
+    A subgroup gets the fastest place (tier, and node in host memory) that still has room for it; subgroups of `kept`
+    stay where they are. The node is None for a home that is not in host memory, and if `node_bytes` is empty: then
+    there is only one node.
+
+    Args:
+        sizes: Bytes of each subgroup's state.
+        budgets: What each tier offers.
+        kept: A plan for the first subgroups, or None.
+        node_bytes: Bytes to use of each memory node, the fastest first.
     """
     places = [(home, kept.node_of(number)) for number, home in enumerate(kept.homes)] if kept else []
     # The bytes left in each place, the fastest first.
@@ -991,23 +1031,25 @@ def _homes(
     room[Home.STREAMED, None] = math.inf
     for place, nbytes in zip(places, sizes, strict=False):  # subgroups of `kept`
         room[place] -= nbytes
-    order, left = [*room], [*room.values()]
+    fastest_first, bytes_left = [*room], [*room.values()]
     for nbytes in sizes[len(places) :]:
-        first = 0
-        while left[first] < nbytes:
-            first += 1
-        left[first] -= nbytes
-        places.append(order[first])
+        index = 0
+        while bytes_left[index] < nbytes:  # ends at storage, whose room is endless here
+            index += 1
+        bytes_left[index] -= nbytes
+        places.append(fastest_first[index])
     return tuple(home for home, _ in places), tuple(node for _, node in places)
 
 
 def count_staging_slots(budgets: Budgets, slot_bytes: int, streamed: int, wanted: int = DEFAULT_STAGING_SLOTS) -> int:
-    """Return how many staging slots there are: as many as `staging_memory` holds, or `wanted` if that is not given.
+    """Return the number of staging slots: as many as `staging_memory` holds, or `wanted` if that is not given.
+
+    More slots than streamed subgroups are of no use.
 
     Args:
         budgets: What each tier offers.
         slot_bytes: Size of one slot.
-        streamed: Number of streamed subgroups: more slots are of no use.
+        streamed: Number of streamed subgroups.
         wanted: Number of slots if the budgets have no `staging_bytes`.
     """
     # Without paths nothing can be streamed: `make_plan` says that, and not that staging memory is too small.

@@ -33,10 +33,11 @@ class Estimate:
 
     Attributes:
         step_s: Seconds of a steady-state step that updates everything, filling and draining included.
-        lane_s: For each lane its bytes over its rate, its operations' latencies included (of a path's directions,
-            the rate alone); for "path:<n>", where its directions hinder each other, what both take at once; for
-            "memory", the traffic of all lanes over the host's bandwidth; for "engine", where its costs are known,
-            the work of the engine's thread. No order of the same operations can be faster than the longest.
+        lane_s: For each lane its bytes over its rate, its operations' latencies included; for a path's directions,
+            over the rate that each has alone. Three more entries are made where they apply. "path:<n>": what both
+            directions of a path take at once, if they hinder each other. "memory": the traffic of all lanes over the
+            host's bandwidth. "engine": the work of the engine's thread, if its costs are known. No order of the same
+            operations can be faster than the longest of all these.
     """
 
     step_s: float
@@ -122,7 +123,7 @@ class Mix:
 
     @property
     def moved_count(self) -> int:
-        """Number of subgroups that a step flushes and fetches: staging slots keep as many as there are slots."""
+        """Number of streamed subgroups that a step flushes and fetches: all but those that stay in staging slots."""
         return max(self.streamed.on_cpu.count + self.streamed.on_gpu.count - self.staging_slots, 0)
 
     @property
@@ -137,13 +138,16 @@ def mix_of(plan: Plan) -> Mix:
     subgroups = plan.layout.subgroups
 
     def sum_of(homes: Sequence[Home | int | None], home: Home | int, placement: Placement) -> SubgroupSum:
-        """Add up the subgroups that one device updates, of one home in `homes` (or of one node in `plan.nodes`)."""
+        """Add up the subgroups with one home that one device updates.
+
+        `homes` has an entry for each subgroup: `plan.homes`, or `plan.nodes` to add up those of one memory node.
+        """
         kinds = zip(homes, plan.placements, subgroups, strict=True)
         sizes = [s.state_bytes for where, device, s in kinds if where == home and device == placement]
         return SubgroupSum(len(sizes), sum(sizes))
 
     def by_device(homes: Sequence[Home | int | None], home: Home | int) -> ByDevice:
-        """Add up the subgroups of one home (or node) by the device that updates them."""
+        """Add up the subgroups of one home (or memory node), by the device that updates them."""
         return ByDevice(sum_of(homes, home, Placement.CPU), sum_of(homes, home, Placement.GPU))
 
     updated_on_cpu = [number for number in range(len(subgroups)) if not plan.updates_on_gpu(number)]
@@ -165,9 +169,10 @@ def mix_of(plan: Plan) -> Mix:
 
 
 def in_step(mix: Mix, rates: Rates) -> Rates:
-    """Return rates whose link to the GPU has the mean rates of a step: directions run beside each other, then alone.
+    """Return rates whose link to the GPU has, in each direction, its mean rate over a step.
 
-    The directions have different amounts to copy. So one goes on alone, and faster, when the other has ended.
+    The directions have different amounts to copy. Both run beside each other until one has ended; then the other goes
+    on alone, and faster.
     """
     to_gpu_bytes = mix.copied_bytes + mix.pushed_bytes
     gpu = rates.gpu.copying(to_gpu_bytes, mix.copied_bytes + mix.fetched_gradient_bytes)
@@ -182,19 +187,22 @@ def estimate(plan: Plan, rates: Rates) -> Estimate:
 def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     """Return the cost of a steady-state step.
 
-    With S streamed subgroups and A staging slots, M = S - A subgroups go out and as many come in. A mean subgroup
-    takes u seconds to update (on the GPU: copies included), w to flush, r to fetch. A slot goes through update,
-    flush and fetch in turn, and the engine reacts in between. So the first subgroup comes back after u + w + r +
-    reactions, and the others every max(r, w, what each device and link needs for one, (u + w + r + reactions) / A)
-    seconds. The last one is then updated. A path of one bandwidth for both directions needs r + w for one. But a slot
-    waits for w and r as they are alone: with few slots, directions seldom meet. On a path that serves several
-    transfers at once, as many slots are flushed, and fetched, together: they come back one update after the other,
-    and the first has waited for nearly all. Resident subgroups fill the waits of the CPU; while they last, a streamed
-    one that comes back has to wait for its turn. What passes through the GPU's own slots is a pipeline of the same
-    form.
+    Streamed state is a pipeline. With S streamed subgroups and A staging slots, M = S - A subgroups go out and as
+    many come in. A mean subgroup takes u seconds to update (on the GPU: copies included), w to flush, r to fetch. A
+    slot goes through update, flush and fetch in turn, and the engine reacts in between. So the first subgroup comes
+    back after u + w + r + reactions, and the others every max(r, w, what each device and link needs for one,
+    (u + w + r + reactions) / A) seconds. The last one is then updated.
 
-    Updates on the CPU slow down while other lanes use the host's memory: how much follows from the part of the step
-    in which those are busy, which is found by bisection.
+    What differs from that:
+      * A path of one bandwidth for both directions needs r + w for one subgroup. But a slot waits for w and r as they
+        are alone: with few slots, directions seldom meet.
+      * On a path that serves several transfers at once, as many slots are flushed, and fetched, together: they come
+        back one update after the other, and the first has waited for nearly all.
+      * Resident subgroups fill the waits of the CPU. While they last, a streamed one that comes back has to wait for
+        its turn.
+      * What passes through the GPU's own slots is a pipeline of the same form.
+      * Updates on the CPU slow down while other lanes use the host's memory. How much follows from the part of the
+        step in which those are busy, and is found by bisection.
 
     Args:
         mix: What is updated where.
@@ -211,7 +219,7 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     }
     traffic = {lane: LaneWork(lanes[lane].nbytes * cost, lanes[lane].busy_s) for lane, cost in memory_costs.items()}
     # `_lane_work` leaves out the last copies from the GPU, which go on behind the step. While the CPU still works,
-    # they are not behind it: they take memory bandwidth from the CPU like all others.
+    # they are not behind it: they take memory bandwidth from the CPU like all others. (Without a GPU both are 0.)
     outward = mix.copied_bytes + mix.fetched_gradient_bytes
     traffic["d2h"] = LaneWork(outward * rates.gpu.memory_cost, outward / rates.gpu.d2h_bytes_per_s)
     step_s = _slowed_step_s(mix, shares, rates, lanes, _traffic_by_direction(traffic))
@@ -259,9 +267,9 @@ def _slowed_step_s(
 
 
 def slower(plan: Plan, rates: Rates) -> dict[tuple[str, int], float]:
-    """Return how many times as long work on a subgroup's home takes as on the fastest memory node.
+    """Return, by lane and subgroup, how many times as long work on the subgroup's home takes as on the fastest node.
 
-    By lane and subgroup; only for homes on a memory node that has rates, so empty if there is only one node.
+    Only homes on a memory node that has rates are in it, so it is empty if there is only one node.
     """
     slowness = rates.slowness(plan.node_bytes)
     factors: dict[tuple[str, int], float] = {}
@@ -274,14 +282,15 @@ def slower(plan: Plan, rates: Rates) -> dict[tuple[str, int], float]:
 
 
 def _on_fastest(mix: Mix, rates: Rates) -> Mix:
-    """Return a mix with all homes on the fastest memory node, and more bytes of state instead of slower nodes.
+    """Return a mix that takes as long with all homes on the fastest memory node as `mix` takes where its state lies.
 
-    So many more that they take the time which the state takes where it lies.
+    State on a slower node counts as more bytes: times the node's slowness, of updates for what the CPU updates and of
+    copies for what the GPU updates.
     """
     if not mix.nodes:
         return mix
     slowness = rates.slowness(mix.nodes)
-    on_cpu, on_gpu = mix.host
+    on_cpu, on_gpu = mix.host  # all nodes' state, at its real size; each node adds what it counts for beyond that
     for node, part in mix.nodes.items():
         of_node = slowness.get(node, Slowness(update=1.0, copy=1.0))  # one without rates counts as the fastest
         on_cpu = SubgroupSum(on_cpu.count, on_cpu.nbytes + part.on_cpu.nbytes * (of_node.update - 1))
@@ -308,35 +317,40 @@ def _mean_speed(rates: Rates, traffic: Sequence[LaneWork], span_s: float) -> flo
     """Return the mean part of its rate that the CPU keeps beside the other lanes' memory traffic.
 
     Each lane is taken as busy for a part of the time, independently of the others. So each combination of busy lanes
-    has a probability, and a traffic per second.
+    has a probability, and a traffic per second. The mean is over all combinations.
 
     Args:
         rates: Speed of every lane.
-        traffic: Bytes of memory traffic, and the seconds, more than 0, in which lanes are busy with them.
-        span_s: The time that all this takes.
+        traffic: For each lane its bytes of memory traffic, and the seconds, more than 0, in which it is busy.
+        span_s: The seconds over which this work is spread.
     """
-    combinations = [(1.0, 0.0)]  # probability and traffic per second
+    combinations = [(1.0, 0.0)]  # probability and traffic per second; at first of the one without any lane
     for nbytes, busy_s in traffic if span_s else ():  # without a span, no lane has anything to do
-        active = min(1.0, busy_s / span_s)
-        idle = 1 - active
-        added = nbytes / (active * span_s)
-        both = (
+        busy_part = min(1.0, busy_s / span_s)
+        idle_part = 1 - busy_part
+        added_demand = nbytes / (busy_part * span_s)
+        # Each combination so far becomes two: with this lane idle, and with it busy.
+        with_lane = (
             pair
             for probability, demand in combinations
-            for pair in ((probability * idle, demand), (probability * active, demand + added))
+            for pair in ((probability * idle_part, demand), (probability * busy_part, demand + added_demand))
         )
-        combinations = [(probability, demand) for probability, demand in both if probability > 0]
+        combinations = [(probability, demand) for probability, demand in with_lane if probability > 0]
     return sum(probability * rates.cpu_speed(demand) for probability, demand in combinations)
 
 
 def _engine_s(mix: Mix, rates: Rates) -> float:
     """Return the seconds that the engine's thread works in a step: it does one thing after the other.
 
-    Operations: for each subgroup on the CPU an update, and with weights on a GPU also a push and its awaiting; for
-    each that is copied to the GPU two copies and an update; for each at home there an update; for each tile that
-    moves a read and a write. Calls of the GPU's runtime come on top: `CALLS` for each copy of state and update there;
-    for each subgroup on the CPU, in each direction in which weights or gradients pass, `PASSING_CALLS` and a copy for
-    each segment.
+    Operations, of `rates.operation_s` each:
+      * a subgroup updated on the CPU: the update; with weights on a GPU also a push and its awaiting;
+      * a subgroup copied to the GPU: two copies and an update; one at home there: an update;
+      * a tile that moves: a read and a write.
+
+    Calls of the GPU's runtime, of `rates.gpu.call_s` each, come on top:
+      * a copy of state, or an update on the GPU: `CALLS`;
+      * a subgroup updated on the CPU: `PASSING_CALLS`, and a copy for each segment, in each direction in which
+        weights or gradients pass.
     """
     on_cpu, copied = mix.count_on_cpu, mix.copied_count
     moved = mix.moved_count
@@ -366,9 +380,10 @@ def _lane_work(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, L
 
 
 def _path_work(mix: Mix, number: int, share: float, path: PathRates) -> dict[str, LaneWork]:
-    """Return what the lanes of one path do, which has this share of all tiles.
+    """Return what the lanes of path `number` do in a step; the path has this share of all tiles.
 
-    Reads and writes are at their rates alone, as lower bounds; "path" is both at once, if they hinder each other.
+    Reads and writes count at the rates that each has alone, so these are lower bounds. If they hinder each other, a
+    lane "path:<n>" has the time of both at once.
     """
     moved = mix.moved_count
     state_bytes = moved * mix.mean_streamed_bytes * share
@@ -388,7 +403,7 @@ def _path_work(mix: Mix, number: int, share: float, path: PathRates) -> dict[str
 
 
 class _GpuSeconds(NamedTuple):
-    """Seconds of state on the GPU, of a byte or of a subgroup: copied there, updated, copied back."""
+    """Seconds that the GPU's lanes take to copy state in, update it and copy it out; of a byte or of a subgroup."""
 
     in_s: float
     update_s: float
@@ -407,12 +422,16 @@ class _GpuSeconds(NamedTuple):
 def _step_s(
     mix: Mix, shares: tuple[float, ...], rates: Rates, lanes: Mapping[str, LaneWork], speed: float
 ) -> tuple[float, float]:
-    """Return the seconds of a step, and of the part of it in which state is on its way.
+    """Return the seconds of a step, and of the part of it in which state is on its way (`span_s`).
 
     Three chains of work run beside each other, and the longest one ends the step: all updates of the CPU; streamed
     state through the staging slots (`_pipeline_s`); and the GPU (`_gpu_s`).
 
     Args:
+        mix: What is updated where.
+        shares: The part of all tiles on each path.
+        rates: Speed of every lane.
+        lanes: What each lane does.
         speed: Part of its own rate that the CPU's update keeps while state is on its way.
     """
     gpu = rates.gpu
@@ -435,7 +454,7 @@ def _step_s(
         pipeline_s = max(work.busy_s for lane, work in lanes.items() if lane.startswith("read"))
     span_s = max(pipeline_s, gpu_s)
     cpu_s = lanes["cpu"].nbytes * cpu_s_per_byte
-    if cpu_s > span_s:  # what the CPU has not done by then, it does at its full speed, as no lane is beside it
+    if cpu_s > span_s:  # the CPU does the rest at its full speed, as no other lane works any more
         cpu_s = span_s + (cpu_s - span_s) * speed
     # The CPU begins with the first gradients, and the weights of its last update are pushed behind it.
     ends_s = max(fetch_s + cpu_s + push_s, pipeline_s + last_s, gpu_s)
@@ -445,15 +464,16 @@ def _step_s(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the turn of a mean streamed subgroup takes: updated, flushed, and another one fetched to its slot.
+    """Seconds of the turn of a mean streamed subgroup: it is updated and flushed, and another is fetched to its slot.
 
     Attributes:
         gpu_part: The part of streamed subgroups that the GPU updates.
         update_s: An update on the CPU.
         chain_s: A copy to the GPU, an update there and a copy back.
-        busiest_s: For one subgroup of the mean, the time of the busiest of CPU, GPU and the link's directions.
+        busiest_s: What the busiest of CPU, GPU and the link's directions needs for one subgroup, on average over
+            those that the CPU and those that the GPU updates.
         read_s: Its reads, on the path where these take longest.
-        write_s: Its writes, likewise.
+        write_s: Its writes, on the path where these take longest.
         engine_s: What the engine adds: its reactions, and its thread's starts of operations.
     """
 
@@ -479,7 +499,15 @@ class _Turn:
 def _turn(
     mix: Mix, rates: Rates, lanes: Mapping[str, LaneWork], per_byte: _GpuSeconds, cpu_s_per_byte: float
 ) -> _Turn:
-    """Return what the turn of a mean streamed subgroup takes. Call it only if a step moves at least one."""
+    """Return what the turn of a mean streamed subgroup takes. A step must move at least one.
+
+    Args:
+        mix: What is updated where.
+        rates: Speed of every lane.
+        lanes: What each lane does.
+        per_byte: Seconds that the GPU's lanes take for a byte of state.
+        cpu_s_per_byte: Seconds that the CPU's update takes for a byte of state.
+    """
     moved = mix.moved_count
     paths = range(len(rates.paths))
     read_s = max(lanes[f"read:{number}"].busy_s for number in paths) / moved
@@ -487,9 +515,10 @@ def _turn(
     gpu_part = mix.streamed.on_gpu.count / (mix.streamed.on_cpu.count + mix.streamed.on_gpu.count)
     update_s = mix.mean_streamed_bytes * cpu_s_per_byte
     busiest_s = max((1 - gpu_part) * update_s, gpu_part * mix.mean_streamed_bytes * max(per_byte))
-    # Reactions to the ends of update, flush and fetch, and the start of the update. The thread starts tile after
-    # tile, while earlier ones are on their way. They end `io_s` after the first start, or a tile's part of it after
-    # the last one if that is later: what exceeds `io_s` is added.
+    # Three reactions (to the ends of update, flush and fetch), and the start of the update. Flush and fetch start
+    # n = `tiles` operations each, s = `start_s` apart, while earlier ones are on their way; all take io_s. They end
+    # io_s after the first start (at s), or io_s / n after the last start (at n s), whichever is later. What exceeds
+    # io_s is added: max(s, n s + io_s / n - io_s).
     tiles = max(mix.mean_tiles, 1.0)
     start_s = rates.operation_s  # of one operation
     engine_s = 3 * rates.reaction_s + start_s
@@ -500,13 +529,14 @@ def _turn(
 def _pipeline_s(
     mix: Mix, shares: tuple[float, ...], rates: Rates, lanes: Mapping[str, LaneWork], turn: _Turn
 ) -> float:
-    """Return when the last streamed subgroup has been fetched; `estimate_mix` has the model.
+    """Return the seconds from a step's begin until its last streamed subgroup has been fetched.
 
-    The first comes back after a whole round, the others every `every_s` after it; those that move together with the
-    first come back as fast as they are updated.
+    The first one comes back after a whole round, and the others every `every_s` after it. Those that move together
+    with the first come back as fast as they are updated. `estimate_mix` has the model.
     """
     moved = mix.moved_count
     round_s, together = _round(mix, shares, rates, lanes, turn)
+    # What the busiest path needs for one subgroup, and how long one passes through a slot on the GPU, on average.
     path_s = max(work.busy_s for lane, work in lanes.items() if lane.startswith(PATH_LANES)) / moved
     gpu_round_s = turn.gpu_part * (turn.chain_s + rates.reaction_s)
     every_s = max(path_s, turn.busiest_s, gpu_round_s / max(mix.gpu_slots, 1), round_s / mix.staging_slots)
@@ -517,10 +547,12 @@ def _pipeline_s(
 def _round(
     mix: Mix, shares: tuple[float, ...], rates: Rates, lanes: Mapping[str, LaneWork], turn: _Turn
 ) -> tuple[float, float]:
-    """Return the seconds after which a slot is updated again, and how many subgroups move together meanwhile.
+    """Return the seconds until a slot is updated again, and how many subgroups move together meanwhile.
 
-    A path that serves several subgroups at once takes as many times as long for each; less the time in which the
-    others of them are still, or already, updated.
+    Usually that is the time of an update, and the time that the slot is away. But a path that serves n subgroups at
+    once takes n times as long for each of them. From that is subtracted the time in which the n - 1 others are still
+    being updated (at the begin), or are updated again already (at the end): (n - 1) `busiest_s` each. The longest of
+    all these counts.
     """
     moved = mix.moved_count
     round_s, together = turn.worked_s + turn.away_s, 1.0
@@ -535,27 +567,37 @@ def _round(
 
 
 def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: float) -> float:
-    """Return how much later streamed subgroups come back, all together, since resident ones are updated in between.
+    """Return the seconds by which updates of resident subgroups delay the streamed ones, summed over a step.
 
-    While resident subgroups last, a streamed one that comes back finds its device at work on one of them and others
-    handed over, and waits for these. On the CPU it waits for the update under way and the one behind it; on the GPU
-    for as many copies as there are slots.
+    A streamed subgroup that comes back finds its device at work on a resident one, with others handed over already,
+    and waits for these. On the CPU it waits for the update under way and the one behind it; on the GPU for as many
+    copies as there are slots. This lasts until all resident subgroups are updated.
+
+    Args:
+        mix: What is updated where.
+        rates: Speed of every lane.
+        turn: The turn of a mean streamed subgroup.
+        round_s: Seconds until a slot is updated again, without waits.
+        every_s: Seconds from one streamed subgroup that comes back to the next, without waits.
     """
     moved = mix.moved_count
 
     def of_device(part: float, wait_s: float, each_s: float, resident_bytes: float) -> float:
-        """Return the seconds for one device: it updates `part` of the streamed subgroups, each for `each_s`.
+        """Return the delay by one device, which updates `part` of the streamed subgroups, each for `each_s`.
 
         A streamed one that comes back waits for `wait_s`, as long as any of `resident_bytes` are left.
         """
+        # As `every_s`, with the waits. In between, the device has `spare_s` for resident subgroups.
         hindered_s = max(every_s, (round_s + part * wait_s) / mix.staging_slots)
-        spare_s = hindered_s - part * each_s  # between two that come back: the device's time for resident ones
-        if not part or spare_s <= 0:  # it updates no streamed ones, or has no time for others in between
+        spare_s = hindered_s - part * each_s
+        if not part or spare_s <= 0:  # it updates no streamed ones, or has no time for resident ones
             return 0.0
-        turns = int(resident_bytes / mix.mean_streamed_bytes * each_s / spare_s)  # until no resident subgroup is left
+        # Turns until no resident subgroup is left: the seconds of their updates over those spared in each turn.
+        turns = int(resident_bytes / mix.mean_streamed_bytes * each_s / spare_s)
         return min(moved, turns) * (hindered_s - every_s)
 
-    # Since the slot went away: until the update ends that is under way at its return, and the one handed over.
+    # From when a slot goes away until the CPU is free for its next subgroup: whole updates, up to the end of the one
+    # that is under way at the slot's return, and then of the one handed over.
     free_s = (math.ceil(turn.away_s / turn.update_s) + 1) * turn.update_s
     on_cpu_s = of_device(
         part=1 - turn.gpu_part,
@@ -563,7 +605,7 @@ def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: f
         each_s=turn.update_s,
         resident_bytes=mix.host.on_cpu.nbytes,
     )
-    # On the busiest of the GPU's lanes; 0 without a GPU.
+    # Of one subgroup on the slowest of the GPU's lanes; 0 without a GPU.
     copy_s = mix.mean_streamed_bytes * max((1 / rate for rate, _ in rates.gpu.lanes.values()), default=0.0)
     on_gpu_s = of_device(
         part=turn.gpu_part, wait_s=mix.gpu_slots * copy_s, each_s=copy_s, resident_bytes=mix.host.on_gpu.nbytes
@@ -572,16 +614,19 @@ def _hindrance_s(mix: Mix, rates: Rates, turn: _Turn, round_s: float, every_s: f
 
 
 def _gpu_s(mix: Mix, per_byte: _GpuSeconds, push_s: float, fetch_s: float, reaction_s: float) -> float:
-    """Return when the last update on the GPU has ended, and the last copy to it.
+    """Return the seconds until the last update on the GPU and the last copy to it have ended.
 
-    What passes through its slots is copied in, updated and copied out, all of that enqueued at once; the last copies
-    out end behind the step. The longest of four bounds counts: copies in, with an update behind the last; updates,
-    behind the first copy in; copies out, for those that wait for a slot; and the slots, each of which takes one
-    subgroup after the other.
+    What passes through the GPU's slots is copied in, updated and copied out, all of that enqueued at once. The last
+    copies out end behind the step. The longest of four bounds counts: copies in, with an update behind the last;
+    updates, behind the first copy in; copies out, for those that wait for a slot; and the slots, each of which takes
+    one subgroup after the other.
 
     Args:
+        mix: What is updated where.
+        per_byte: Seconds that the GPU's lanes take for a byte of state.
         push_s: Seconds to push one subgroup's weights to the GPU.
         fetch_s: Seconds to fetch one subgroup's gradients from it.
+        reaction_s: Seconds that the engine takes to react, before a slot takes its next subgroup.
     """
     at_home_s = mix.gpu.nbytes * per_byte.update_s
     pushes_s = push_s * mix.count_on_cpu
@@ -593,12 +638,13 @@ def _gpu_s(mix: Mix, per_byte: _GpuSeconds, push_s: float, fetch_s: float, react
     first_s = each.in_s + each.update_s
     waiting = max(0, count - mix.gpu_slots)  # number of those that have to wait for a slot
     copies_out_s = first_s + waiting * each.out_s + fetches_s if waiting else 0.0
-    rounds, others = divmod(count - 1, mix.gpu_slots)  # of all slots; then one slot after the other
+    # All but the last subgroup: whole rounds of all slots, and the others, which come one after the other.
+    rounds, others = divmod(count - 1, mix.gpu_slots)
     slots_s = rounds * (each.chain_s + reaction_s) + others * max(each.in_s, each.update_s)
     return max(
         count * each.in_s + pushes_s + each.update_s,
         each.in_s + count * each.update_s + at_home_s,
-        # Behind these, the last one is copied in and updated.
+        # Behind the copies out, and behind the slots' work, the last subgroup is copied in and updated.
         copies_out_s + each.in_s + each.update_s,
         slots_s + each.in_s + each.update_s,
     )

@@ -26,13 +26,21 @@ LEAST_CPU_SPEED = 0.1
 
 
 def cpu_speed(cpu_bytes_per_s: float, memory_bytes_per_s: float, beside_bytes_per_s: float) -> float:
-    """Return the part of its own rate that an update keeps beside others; see `Rates.cpu_speed`."""
-    left = memory_bytes_per_s - beside_bytes_per_s  # an update at its full rate takes rate * cost of it
-    return min(1.0, max(LEAST_CPU_SPEED, left / (cpu_bytes_per_s * UPDATE_MEMORY_COST)))
+    """Return the part of its own rate that an update keeps beside other memory traffic.
+
+    That is the memory bandwidth left to it, over what it takes at its full rate; at least `LEAST_CPU_SPEED`.
+
+    Args:
+        cpu_bytes_per_s: State bytes that it updates a second with nothing beside it.
+        memory_bytes_per_s: Bandwidth of the host's memory.
+        beside_bytes_per_s: Memory traffic of the other lanes.
+    """
+    left_bytes_per_s = memory_bytes_per_s - beside_bytes_per_s
+    return min(1.0, max(LEAST_CPU_SPEED, left_bytes_per_s / (cpu_bytes_per_s * UPDATE_MEMORY_COST)))
 
 
 def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFormat, int]) -> float:
-    """Return the state bytes a second that the CPU updates of state in several formats: all bytes over all seconds.
+    """Return the bytes a second that the CPU updates of state in several formats: all bytes over all seconds.
 
     Args:
         bytes_per_s: The rate of each format; a missing one updates as many elements a second as `EXACT`.
@@ -46,7 +54,12 @@ def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFor
 
 
 class Slowness(NamedTuple):
-    """How many times as long a byte of state on a memory node takes as on the fastest: its update, and its copies."""
+    """How many times as long a byte of state on a memory node takes as on the fastest node.
+
+    Attributes:
+        update: For its update on the CPU.
+        copy: For its copies to the GPU and back.
+    """
 
     update: float
     copy: float
@@ -78,8 +91,8 @@ class Direction(NamedTuple):
 class PathRates:
     """Speed of one path.
 
-    Most devices have one bandwidth for both directions, so that each is slower beside the other. Where the rates
-    alone are not known, or are less, directions do not hinder each other.
+    Most devices have one bandwidth for both directions, so that each is slower beside the other. Directions do not
+    hinder each other where the rate that each has alone is not known, or is no more than the rate beside the other.
 
     Attributes:
         read_bytes_per_s: Bandwidth towards memory, while something is written.
@@ -118,10 +131,11 @@ class PathRates:
 
     @property
     def each_way_bytes_per_s(self) -> float:
-        """Bytes read a second while as many are written, on average.
+        """Bytes a second each way, on average, if as many bytes are read as are written.
 
-        For one byte each way, the faster direction ends after 1 / first.beside. By then the slower one has moved
-        last.beside / first.beside of its byte; it moves the rest alone, at last.alone.
+        For one byte each way, the faster direction (`first`) ends after 1 / first.beside seconds. By then the slower
+        one (`last`) has moved last.beside / first.beside of its byte; it moves the rest alone, at last.alone. The
+        result is one byte over the sum of both times.
         """
         first, last = sorted((self.read, self.write), key=lambda direction: -direction.beside)
         if last.beside == first.beside or not last.is_hindered:
@@ -162,8 +176,8 @@ class NodeRates:
 class GpuRates:
     """Speed of one GPU and of its link.
 
-    Each direction of most links is slower beside the other. Where the rates alone are not known, or are less,
-    directions do not hinder each other.
+    Each direction of most links is slower beside the other. Directions do not hinder each other where the rate that
+    each has alone is not known, or is no more than the rate beside the other.
 
     Attributes:
         update_bytes_per_s: State bytes that the GPU updates per second, in its own memory.
@@ -198,9 +212,14 @@ class GpuRates:
         return Direction(self.d2h_bytes_per_s, max(self.d2h_bytes_per_s, self.d2h_alone_bytes_per_s))
 
     def copying(self, h2d_bytes: float, d2h_bytes: float) -> GpuRates:
-        """Return rates that are constant, for copies of so many bytes each way that begin together: their mean rates.
+        """Return rates with the mean rate of each direction of the link, for copies that begin together.
 
-        Both directions work for `both_s`, until the first has moved its bytes; the other moves its rest alone.
+        Both directions work beside each other for `both_s`, until one of them has moved its bytes. The other moves
+        the rest alone. In the rates returned, each direction has its mean rate all the time.
+
+        Args:
+            h2d_bytes: Bytes that are copied to the GPU.
+            d2h_bytes: Bytes that are copied from it.
         """
         if not (self.h2d.is_hindered or self.d2h.is_hindered):
             return self
@@ -208,12 +227,12 @@ class GpuRates:
 
         def mean_rate(direction: Direction, nbytes: float) -> float:
             """Return the bytes a second of a direction over all of its time."""
-            rest = max(0.0, nbytes - both_s * direction.beside)
-            return nbytes / (both_s + rest / direction.alone) if nbytes else direction.alone
+            rest_bytes = max(0.0, nbytes - both_s * direction.beside)
+            return nbytes / (both_s + rest_bytes / direction.alone) if nbytes else direction.alone
 
         h2d = mean_rate(self.h2d, h2d_bytes)
         d2h = mean_rate(self.d2h, d2h_bytes)
-        # Without rates alone, directions do not hinder each other: the mean rates hold all the time.
+        # 0: unknown. Without rates alone, directions do not hinder each other.
         return self.reaching({"h2d": h2d, "d2h": d2h, "h2d_alone": 0.0, "d2h_alone": 0.0})
 
     def times(self, factor: float) -> GpuRates:
@@ -223,8 +242,10 @@ class GpuRates:
 
     @property
     def lanes(self) -> Mapping[str, tuple[float, float]]:
-        """For each lane its bytes a second (a link's: beside the other direction), and the host's memory traffic of
-        each byte."""
+        """For each of the GPU's lanes, its bytes a second and the bytes of host memory traffic for each byte.
+
+        The rate of a direction of the link is that beside the other one.
+        """
         cost = self.memory_cost
         return {
             "gpu": (self.update_bytes_per_s, 0.0),
@@ -233,7 +254,12 @@ class GpuRates:
         }
 
     def reaching(self, bytes_per_s: Mapping[str, float]) -> GpuRates:
-        """Return these rates with others for some lanes; "h2d_alone" and "d2h_alone" are for one direction alone."""
+        """Return a copy of these rates in which some are replaced.
+
+        Args:
+            bytes_per_s: The new rates, by lane: "gpu", "h2d", "d2h"; "h2d_alone" and "d2h_alone" are those of a
+                direction of the link while the other is not in use.
+        """
         fields: Any = {
             "update_bytes_per_s" if lane == "gpu" else f"{lane}_bytes_per_s": rate
             for lane, rate in bytes_per_s.items()
@@ -326,31 +352,34 @@ class Rates:
         return cpu_speed(self.cpu_bytes_per_s, self.memory_bytes_per_s, beside_bytes_per_s)
 
     def fastest_first(self, numbers: Iterable[int]) -> list[int]:
-        """Return memory nodes by number, the fastest first: by the update, then by what reads and writes reach.
+        """Return the numbers of these memory nodes, the fastest node first.
+
+        Nodes are compared by the rate of updates, then by the sum of what reads and writes reach.
 
         Raises:
-            ConfigError: One has no rates; names it.
+            ConfigError: A node has no rates; names it.
         """
-        wanted = sorted(numbers)  # ties by number
+        wanted = sorted(numbers)  # equally fast nodes stay in this order
         if len(wanted) < 2:  # no rates are needed
             return wanted
-        known = {rates.node: rates for rates in self.nodes}
+        rates_of = {rates.node: rates for rates in self.nodes}
         for number in wanted:
-            if number not in known:
-                have = ", ".join(f"node{other}" for other in known) or "no node"
+            if number not in rates_of:
+                have = ", ".join(f"node{other}" for other in rates_of) or "no node"
                 raise ConfigError("host_memory", f"node{number}", f"the rates have {have}; run `offload probe`")
 
         def speed(number: int) -> tuple[float, float]:
-            rates = known[number]
+            rates = rates_of[number]
             return rates.update_bytes_per_s, rates.read_bytes_per_s + rates.write_bytes_per_s
 
         return sorted(wanted, key=speed, reverse=True)
 
     def slowness(self, among: Iterable[int]) -> dict[int, Slowness]:
-        """Return how many times as long a byte takes on each of these nodes (that has rates) as on the fastest.
+        """Return how many times as long a byte takes on each of these nodes as on the fastest; by node.
 
-        A copy to the GPU or back is no faster than the GPU's link: a node that keeps up with the link counts as the
-        fastest. A node whose own link's rate is unknown copies as fast as cores read and write there.
+        Nodes without rates are left out. A copy to the GPU or back is no faster than the GPU's link: a node that
+        keeps up with the link counts as the fastest. A node copies no faster than cores read and write there, nor
+        than its `link_bytes_per_s` if that is known.
         """
         numbers = set(among)
         nodes = [rates for rates in self.nodes if rates.node in numbers]
@@ -372,9 +401,10 @@ class Rates:
         }
 
     def shared_by(self, ranks: int) -> Rates:
-        """Return one rank's part of these rates if so many share the machine; each has its own GPU and link.
+        """Return the rates that one rank has if `ranks` of them share the machine; each has its own GPU and link.
 
-        Memory traffic of a rank's link, both directions together, is limited to the rank's part of memory bandwidth.
+        CPU, memory and paths are divided evenly. Memory traffic of a rank's link, both directions together, is
+        limited to the rank's part of memory bandwidth.
         """
         paths = tuple(path.scaled(1 / ranks) for path in self.paths)
         cpu = self.cpu_bytes_per_s / ranks
@@ -382,6 +412,7 @@ class Rates:
         gpu = self.gpu
         if gpu.memory_cost:  # else there is no GPU, or its copies take no memory bandwidth
             h2d, d2h = gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s
+            # At its full rates, the link takes memory_cost * (h2d + d2h) bytes a second of memory bandwidth.
             share = min(1.0, memory / (gpu.memory_cost * (h2d + d2h)))
             most = memory / gpu.memory_cost  # of one direction, alone
             alone = {
@@ -393,6 +424,7 @@ class Rates:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all rates for JSON, without those that are infinite or absent."""
+        # The values that say "absent"; those of other fields are never left out.
         absent = {"gpu": NO_GPU, "memory_bytes_per_s": math.inf, "nodes": ()}
         values = dataclasses.asdict(self)
         return {name: value for name, value in values.items() if getattr(self, name) != absent.get(name)}
@@ -408,6 +440,7 @@ class Rates:
         for name, kind in (("paths", PathRates), ("nodes", NodeRates)):
             listed = top.get(name, ())
             if isinstance(listed, str | Mapping) or not hasattr(listed, "__iter__"):
+                # Without its plural s: "path", "node".
                 raise ConfigError(f"rates.{name}", listed, f"give a list with an object for each {name[:-1]}")
             top[name] = tuple(
                 kind(**_checked_fields(f"rates.{name}[{n}]", kind, part)) for n, part in enumerate(listed)
@@ -435,9 +468,15 @@ _MAY_BE_ZERO = (
 
 
 def _check(name: str, field: str, value: object) -> None:
-    """Raise `ConfigError` unless the value of a field is usable; `name` says whose field it is, in the message.
+    """Raise `ConfigError` unless the value of a field is usable.
 
-    A memory bandwidth may be infinite, which says that it is unknown.
+    Most fields have to be finite and greater than 0; those in `_MAY_BE_ZERO` may be 0. A memory bandwidth may be
+    infinite, which says that it is unknown.
+
+    Args:
+        name: What the message calls the field, with what it belongs to: "rates.paths[0].latency_s".
+        field: The field's name alone.
+        value: Its value.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(name, value, "give a number")
@@ -452,15 +491,18 @@ def _check(name: str, field: str, value: object) -> None:
 
 
 def _checked_fields(name: str, kind: type[Any], values: object) -> Mapping[str, Any]:
-    """Return the values of a dataclass's fields; raise `ConfigError` if one is unknown or missing."""
+    """Return `values`, which a dataclass is to be made of; raise `ConfigError` if a field is unknown or missing.
+
+    `name` is what messages call them, as in "rates.gpu". The values themselves are checked later, by `_check`.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(name, values, "give an object with rates by name")
-    known = dataclasses.fields(kind)
-    names = [field.name for field in known]
+    fields = dataclasses.fields(kind)
+    names = [field.name for field in fields]
     for key in values:
         if key not in names:
             raise ConfigError(f"{name}.{key}", values[key], f"unknown; known are {', '.join(names)}")
-    for field in known:
+    for field in fields:
         if field.default is dataclasses.MISSING and field.name not in values:
             raise ConfigError(f"{name}.{field.name}", MISSING, "measure it")
     return values

@@ -107,9 +107,13 @@ def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanati
 
 
 def compare(prediction: Prediction, figures: Mapping[str, float]) -> Explanation:
-    """Compare a prediction with the step that `figures` are about, which are an engine's metrics.
+    """Compare a prediction with the last step.
 
     Before the first step nothing is compared; bytes on memory nodes are known all the same.
+
+    Args:
+        prediction: Of a step.
+        figures: The engine's metrics after the last step, by name.
     """
     nodes = {}
     for name, bound_bytes in figures.items():
@@ -139,14 +143,17 @@ ONE_MORE = "one more path like the fastest"
 
 
 def what_helps(plan: Plan, rates: Rates) -> list[tuple[str, float]]:
-    """Return the changes that make a step shorter by the closed form, with the seconds that they save, most first."""
+    """Return the changes that make a step shorter, in words, each with the seconds that it saves; most saved first.
+
+    The seconds are those of the closed form (`estimate`). Changes that save too little are left out.
+    """
     now_s = estimate(plan, rates).step_s
     placement = "auto" if plan.uses_gpu else "cpu"
     helpful = []
     for change in changes(plan, rates, int(HOST_SHARE * plan.state_bytes)):
         what = change.what
         other = replace(plan, budgets=change.budgets)
-        if what == "host":  # only more memory changes where state lives
+        if what == "host":  # of these changes, the only one that gives state other homes
             what = f"host_memory +{format_bytes(change.nbytes)}"
             try:
                 other = choose_plan(plan.layout, change.budgets, change.rates, placement)
@@ -159,7 +166,14 @@ def what_helps(plan: Plan, rates: Rates) -> list[tuple[str, float]]:
 
 
 class Change(NamedTuple):
-    """A change that may make a step shorter: `what` in words, or "host" or "GPU" for `nbytes` more of it."""
+    """A change that may make a step shorter.
+
+    Attributes:
+        what: The change in words; "host" or "GPU" for `nbytes` more memory of it.
+        nbytes: The bytes added; 0 for other changes.
+        budgets: The budgets with the change.
+        rates: The rates with the change.
+    """
 
     what: str
     nbytes: int
@@ -168,9 +182,11 @@ class Change(NamedTuple):
 
 
 def changes(plan: Plan, rates: Rates, host_bytes: int, gpu_bytes: int = 0) -> Iterator[Change]:
-    """Yield changes that may make a step of a plan shorter, to be tried.
+    """Yield changes that may make a step of a plan shorter; the caller finds out which do.
 
     Args:
+        plan: The plan of the step.
+        rates: Speed of every lane.
         host_bytes: Most bytes by which to raise host memory for state; 0 leaves this change out.
         gpu_bytes: Likewise for GPU memory.
     """

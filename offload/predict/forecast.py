@@ -25,7 +25,14 @@ DRIFT = 0.1
 
 
 class _Simulation(NamedTuple):
-    """A simulated step, what it was made from, and the seconds of the closed form then."""
+    """A simulated step.
+
+    Attributes:
+        plan: The plan that was simulated.
+        rates: The rates at that time.
+        estimated_s: Seconds of the step by the closed form, with these rates.
+        prediction: The result of the simulation.
+    """
 
     plan: Plan
     rates: Rates
@@ -38,7 +45,7 @@ class Forecast:
 
     def __init__(self) -> None:
         self._last: _Simulation | None = None  # None before the first
-        self._late_steps = 0  # of which `watch` knows
+        self._late_steps = 0  # steps that `watch` has found late
 
     def simulated(self, plan: Plan, rates: Rates) -> Prediction:
         """Simulate a step, and keep the prediction."""
@@ -47,7 +54,10 @@ class Forecast:
         return prediction
 
     def carried_on(self, plan: Plan, rates: Rates) -> Prediction:
-        """Return the last simulation, scaled by the closed form; a new one if plan or rates have changed too much."""
+        """Return a prediction: the last simulation, scaled as the closed form of a step has changed since.
+
+        A step is simulated anew if none was with this plan, or if the closed form has changed by more than `DRIFT`.
+        """
         last = self._last
         if last is not None and last.plan is plan:
             now_s = estimate(plan, rates).step_s
@@ -57,7 +67,10 @@ class Forecast:
         return self.simulated(plan, rates)
 
     def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float) -> float:
-        """Return the seconds from a step's begin to the end of the forward pass that it goes on into."""
+        """Return the seconds from a step's begin to the end of the forward pass into which the step goes on.
+
+        `forward_s` is the time of the forward pass by itself.
+        """
         simulated, factor = self._drifted(plan, rates)
         return with_forward_s(simulated, plan, forward_s, factor=factor)
 
@@ -73,9 +86,9 @@ class Forecast:
         return with_backward_s(simulated, plan, rates, forward_s, backward_s, follows=follows, factor=factor)
 
     def _drifted(self, plan: Plan, rates: Rates) -> tuple[Prediction, float]:
-        """Return the last simulation, and the factor by which a step takes longer now.
+        """Return the last simulation, and the factor by which a step takes longer with the present rates.
 
-        The simulation has a timeline; what `carried_on` returns may have none.
+        Unlike what `carried_on` returns, the simulation always has a timeline.
         """
         now = self.carried_on(plan, rates)
         simulated = known(self._last, "nothing was simulated").prediction
@@ -89,7 +102,10 @@ class Forecast:
         return self.carried_on(plan, rates).step_s, predict(plan.unborrowed, rates).step_s
 
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
-        """Warn of a step that took far longer than expected: of the first, second, fourth, and so on."""
+        """Warn of a step that took far longer than expected; only of the first, second, fourth, eighth, and so on.
+
+        So a session whose steps are all late does not fill the log.
+        """
         if step_s <= FAR_S:  # cannot be late: the estimate need not be computed
             return
         expected_s = estimate(plan, rates).step_s
@@ -167,13 +183,13 @@ def predict_back_s(
 ) -> float:
     """Return by how many seconds the first step after parking takes longer than others, `unpark` included.
 
-    Memory `before_bytes` is allocated first; then state is read while `beside_bytes` are allocated, and the longer of
-    the two counts; then state is copied to the GPU.
+    Three things follow each other: `before_bytes` of memory are allocated; state is read while `beside_bytes` are
+    allocated, and the longer of the two counts; state is copied to the GPU.
 
     Args:
         rates: Speed of every lane.
-        read_bytes: State that other steps need not read, by the number of its path. Numbers beyond the paths of the
-            rates are other stores on these.
+        read_bytes: Bytes of state that only this step has to read, by the number of the path. Numbers beyond the
+            paths of the rates are foreign stores.
         sent_bytes: State that is copied to its home on the GPU.
         before_bytes: Memory that is allocated before state is read.
         beside_bytes: Memory that is allocated while state is read.
@@ -182,7 +198,7 @@ def predict_back_s(
     path_rates = [path.read.alone for path in rates.paths]
 
     def path_rate(number: int) -> float:
-        """Return the rate of a path; of another store, whose path is not known here, the slowest one's."""
+        """Return the rate at which a path is read; for a foreign store, whose path is not known here, the slowest."""
         return path_rates[number] if number < len(path_rates) else min(path_rates)
 
     read_s = max((nbytes / path_rate(number) for number, nbytes in read_bytes.items()), default=0.0)
@@ -193,7 +209,9 @@ def predict_back_s(
 
 
 def carry_on(prediction: Prediction, then: Rates, now: Rates, factor: float) -> Prediction:
-    """Scale a prediction to rates that have changed a little: without simulation, and without a timeline.
+    """Scale a prediction to rates that have changed a little, instead of a new simulation; it has no timeline then.
+
+    The step is scaled by `factor`, and each lane's seconds by that lane's old rate over its present one.
 
     Args:
         prediction: What to scale.
@@ -210,6 +228,6 @@ def _rate(rates: Rates, lane: str) -> float:
     kind, _, number = lane.partition(":")
     if kind in ("read", "write"):
         return float(getattr(rates.paths[int(number)], f"{kind}_bytes_per_s"))
-    if kind == "engine":
+    if kind == "engine":  # operations a second; 1 where the time of one is not known, so that the quotient is 1
         return 1 / rates.operation_s if rates.operation_s else 1.0
-    return rates.cpu_bytes_per_s if kind == "cpu" else rates.gpu.lanes[kind][0]
+    return rates.cpu_bytes_per_s if kind == "cpu" else rates.gpu.lanes[kind][0]  # [0]: bytes a second

@@ -53,16 +53,18 @@ class Lane:
         self.latency_s = latency_s
         self.memory_cost = memory_cost  # bytes of the host's memory traffic for each byte
         self.s_per_byte = servers / bytes_per_s  # of one server
-        self.free_s = [0.0] * servers  # when each has done what it was given
+        self.free_s = [0.0] * servers  # when each server has done what it was given
         self.busy_s = 0.0  # seconds of work so far
         self.nbytes = 0  # bytes given so far
-        self.shared: SharedPath[Operation] | None = None  # what serves it if its transfers share the bandwidth
+        self.shared: SharedPath[Operation] | None = None  # serves the lane if its transfers share the bandwidth
 
 
 class VirtualLanes:
     """Lanes, a clock and a heap of completions.
 
     Args:
+        plan: What lives where.
+        rates: Speed of every lane.
         servers: Operations that each lane works on at once, every one at its share of the lane's rate.
     """
 
@@ -91,10 +93,10 @@ class VirtualLanes:
         self._commits = Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)  # without bytes: any rate will do
         # For waits that move nothing: until new weights are copied out of their slot, until a home is free.
         self._waits = Lane("waits", rates.cpu_bytes_per_s)
-        # What `wait` reports: when, a number that breaks ties (first given, first reported), what, a test's fault.
+        # What `wait` reports. Entries: the time, a number that breaks ties, the operation or event, a test's fault.
         self._heap: list[tuple[float, int, Operation | Event, Any]] = []
         self._pushed = 0  # such numbers so far
-        # For the timeline: lane, what (see `label`), begin and end in seconds, and bytes.
+        # For the timeline: lane, work (as `label` takes it), begin and end in seconds, and bytes.
         self._started: list[tuple[Lane, Operation | int | None, float, float, int]] = []
 
     @property
@@ -142,23 +144,24 @@ class VirtualLanes:
                 return self._commits, 0
 
     def _write_lane(self, path: int) -> Lane:
-        """Return the lane of a path's writes; that of checkpoints for a number beyond the paths."""
+        """Return the lane of a path's writes; a number beyond the paths is that of a checkpoint's sink."""
         return self._writes[path] if path < len(self._writes) else self._copies
 
     def inject(self, event: Event, at_s: float | None = None) -> None:
-        """Let `wait` return an event that no lane causes, such as `BeginSweep`; now or at a later virtual time."""
+        """Let `wait` return an event that no lane causes, such as `BeginSweep`: at `at_s`, or now if that is None."""
         self._push(self.now_s if at_s is None else at_s, event)
 
     def _push(self, at_s: float, what: Operation | Event, fault: Any = None) -> None:
         """Let `wait` report an operation or event at a time; tests' executors give a fault with it."""
-        self._pushed += 1
+        self._pushed += 1  # of entries with equal times, the first given is reported first
         heappush(self._heap, (at_s, self._pushed, what, fault))
 
 
 def label(operation: Operation | int | None) -> str:
-    """Return the text for an operation, or for the gradients of a subgroup (its number), in a timeline.
+    """Return what a timeline calls a piece of work.
 
-    "" for None, which stands for the engine's thread at work.
+    Usually that is an operation. A number stands for the copy of that subgroup's gradients, None for work of the
+    engine's thread, which is called "".
     """
     if operation is None:
         return ""

@@ -57,9 +57,9 @@ def with_forward_s(
 ) -> float:
     """Return the seconds from a step's begin to the end of the forward pass into which the step goes on.
 
-    The step updates weights in the order in which forward needs them, and each part of forward, in proportion to its
-    bytes of state, begins when its weights are updated. If forward runs on the cores that update, it is slowed down
-    by the time of updates, except while it waits.
+    The step updates weights in the order in which forward needs them. Forward is cut into parts, one for each update:
+    a part takes time in proportion to the bytes of state updated, and begins when its weights are updated. If forward
+    runs on the cores that update, it is slowed down by the time of updates, except while it waits.
 
     Args:
         prediction: Of the step, with a timeline.
@@ -95,10 +95,13 @@ def with_backward_s(
 ) -> float:
     """Return the seconds of an iteration in which all streamed state is updated during backward, none in vain.
 
-    All of that state is moved both ways: in forward as much as the staging slots hold, the rest in backward. The step
-    updates state at home in memory. If backward runs on the cores that update, it is slowed down by the time of
-    updates. With weights on a GPU, the CPU updates beside backward, including what the GPU would update in the step.
-    Gradients that are still on the GPU and fp32 weights are copied meanwhile; new weights are pushed in the step.
+    Usually weights are on a GPU. The CPU then updates streamed state beside backward, including what the GPU would
+    update in the step. Gradients that are still on the GPU and fp32 weights are copied meanwhile; new weights are
+    pushed in the step. If the passes run on no GPU (`apart` False), they share the cores with updates: the seconds of
+    updates are added to theirs.
+
+    All streamed state is read and written: in forward as much as the staging slots hold, the rest in backward. The
+    step updates state at home in memory.
 
     Args:
         prediction: Of the step, with a timeline.
@@ -111,8 +114,8 @@ def with_backward_s(
         apart: Whether forward and backward run on a GPU; not asked if weights lie there, as they do then.
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
-    early = plan.updated_in_backward
-    streamed_bytes = sum(subgroup.state_bytes for subgroup in early)
+    early_subgroups = plan.updated_in_backward
+    streamed_bytes = sum(subgroup.state_bytes for subgroup in early_subgroups)
     moved_bytes = sum(interval.nbytes for interval in moves)
     update_s = prediction.busy_s.get("cpu", 0.0) * factor
     # The step's time of I/O, for as many bytes as are moved now: all of the streamed state, both ways.
@@ -120,20 +123,21 @@ def with_backward_s(
     in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     io_in_backward_s = io_s - in_forward_s
     if plan.weights_on_gpu:
-        # What is left to the step: the same, and pushes.
+        # What is left to the step: updates of state at home in memory, and pushes of all new weights.
         rest_s = prediction.step_s * factor * _rest_share(prediction, plan, moved_bytes)
         cpu_bytes = prediction.lane_bytes.get("cpu", 0)
-        # As in the step; by the rate if the CPU updates nothing there.
+        # An update takes as long as in the predicted step; if the CPU updates nothing there, by the CPU's rate.
         s_per_byte = update_s / cpu_bytes if cpu_bytes else factor / rates.cpu_bytes_per_s
         update_s = streamed_bytes * s_per_byte
-        leaving_bytes = sum(plan.leaving_bytes(subgroup.index) for subgroup in early)
+        leaving_bytes = sum(plan.leaving_bytes(subgroup.index) for subgroup in early_subgroups)
         if leaving_bytes:  # updates wait for these copies
             update_s = max(update_s, leaving_bytes * factor / rates.gpu.d2h.alone)
         if follows:
             return max(forward_s + backward_s, max(update_s, io_s) + rest_s)
         return forward_s + max(backward_s, update_s, io_in_backward_s) + rest_s
 
-    # What is left to the step: updates of state at home in memory.
+    # What is left to the step: updates of state at home in memory. Where the step goes on into forward (`follows`),
+    # all updates and I/O lie beside the model's passes. On the same cores, times of passes and updates are added.
     at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
     if apart and follows:
         return max(forward_s + backward_s, update_s, io_s)
@@ -145,17 +149,24 @@ def with_backward_s(
 
 
 def _rest_share(prediction: Prediction, plan: Plan, moved_bytes: int) -> float:
-    """Return the part of a step's time that remains if its streamed state was updated in backward.
+    """Return the share of a step's time that remains if its streamed state was updated in backward.
 
-    That is the busiest lane's time for the rest, over the busiest lane's time for all. The step still updates state
-    at home in memory and pushes new weights to the GPU. State that the GPU would have updated is not copied to it and
-    back; instead, its new weights are pushed by the CPU.
+    That is the busiest lane's time for the remaining work, over the busiest lane's time for all work. The step still
+    updates state at home in memory and pushes new weights to the GPU. State that the GPU would have updated is not
+    copied to it and back; instead, its new weights are pushed by the CPU.
+
+    Args:
+        prediction: Of the whole step.
+        plan: What it predicts.
+        moved_bytes: Bytes that the lanes of all paths move in that step.
     """
-    early = plan.updated_in_backward
-    of_gpu = [subgroup for subgroup in early if plan.updates_on_gpu(subgroup.index)]
-    of_cpu = [subgroup for subgroup in early if not plan.updates_on_gpu(subgroup.index)]
-    early_bytes = sum(subgroup.state_bytes for subgroup in early)
+    early_subgroups = plan.updated_in_backward
+    # Those that the GPU would have updated in the step, and those that the CPU would have.
+    of_gpu = [subgroup for subgroup in early_subgroups if plan.updates_on_gpu(subgroup.index)]
+    of_cpu = [subgroup for subgroup in early_subgroups if not plan.updates_on_gpu(subgroup.index)]
+    early_bytes = sum(subgroup.state_bytes for subgroup in early_subgroups)
     gpu_bytes = sum(subgroup.state_bytes for subgroup in of_gpu)
+    # By lane, the bytes that the step need not update or copy any more; "h2d" copies the new weights instead.
     spared_bytes = {
         "cpu": early_bytes - gpu_bytes,
         "gpu": gpu_bytes,
@@ -203,7 +214,7 @@ def predict(
         executor.record_timeline = False
         gradients_s = _simulate_backward(plan, machine, executor)
         executor.record_timeline = timeline and number == steps
-        began_s = max(executor.now_s, executor.end_device())
+        began_s = max(executor.now_s, executor.end_device())  # work of the step before may still be on the GPU
         # The executor's sums go on from step to step: those of the last step are the differences.
         busy_before_s = executor.busy_s
         bytes_before = executor.lane_bytes
@@ -222,9 +233,10 @@ def predict(
 
 
 def _simulate_backward(plan: Plan, machine: Machine, executor: TimingExecutor) -> float:
-    """Let backward fill a buffer with each subgroup's gradients, which goes to the paths; return how long that takes.
+    """Simulate a backward that waits for buffers only, and return the seconds that it takes.
 
-    The step reads gradients from the paths, so they have to lie there. Where none go to the paths, nothing is done.
+    Each subgroup's gradients fill a buffer, the last subgroup's first. Buffers become free as gradients are written
+    to the paths, where the step reads them. Where gradients do not pass through buffers, nothing is done.
     """
     began_s = executor.now_s
     for number in reversed(range(len(plan.layout.subgroups))):
@@ -247,7 +259,11 @@ def _simulate_step(
     began_s: float,
     report: Callable[[int, int], None],
 ) -> float:
-    """Run step `number` of `steps` from `began_s`; return when it ends, for the caller and on the GPU."""
+    """Run step `number` of `steps`, which begins at `began_s`; return the time of its end.
+
+    That is when the caller's thread has been told, or when the GPU has done its updates and the copies to it,
+    whichever is later.
+    """
     subgroups = len(plan.layout.subgroups)
 
     def has_finished(machine: Machine) -> bool:
@@ -261,10 +277,10 @@ def _simulate_step(
     pump(machine, executor, has_finished)
     invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
     machine.take_finished_sweep()
-    told_s = executor.now_s + rates.reaction_s  # when the caller's thread is told; the GPU needs no telling
-    return max(told_s, executor.end_device())
+    caller_goes_on_s = executor.now_s + rates.reaction_s  # the caller's thread has to be woken
+    return max(caller_goes_on_s, executor.end_device())
 
 
 def _may_fill(owner: ScratchOwner, machine: Machine) -> bool:
-    """Return whether an owner's buffer may be filled now: `_simulate_backward` waits for that."""
+    """Return whether an owner's scratch buffer may be filled; `_simulate_backward` waits until it is so."""
     return machine.scratch[owner.kind].may_fill(owner.number)

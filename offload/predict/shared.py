@@ -53,7 +53,7 @@ class _Served(NamedTuple, Generic[T]):
 
 @dataclass(slots=True)
 class _Lane(Generic[T]):
-    """One direction.
+    """One direction of a path: transfers that wait, and those that are served at once.
 
     Work is counted in the seconds that a transfer takes alone. All served transfers get equal shares, so one sum,
     `share_s`, counts the work that each of them got: a transfer that begins when the sum is s and has work w ends
@@ -68,7 +68,7 @@ class _Lane(Generic[T]):
     served: list[_Served[T]] = field(default_factory=list)
     """A heap: the first is the one that ends first."""
     share_s: float = 0.0
-    """Work that each transfer got which has been served since the direction was idle."""
+    """Seconds of work that a transfer got by now if it was served ever since the direction was idle."""
     begun: int = 0
     """Number of transfers that have begun."""
     busy_s: float = 0.0
@@ -85,17 +85,18 @@ class _Lane(Generic[T]):
         return self.latency_s + transfer.nbytes / bytes_per_s
 
     def count(self, transfer: Flow[T], sign: int) -> None:
-        """Add a transfer that begins to the sums of those served (1), or subtract one that ends (-1)."""
+        """Add a transfer that begins to the sums over served transfers (`sign` 1), or subtract one that ends (-1)."""
         self.alone_s += sign * self.work_s(transfer, self.rates.alone)
         self.beside_s += sign * self.work_s(transfer, self.rates.beside)
         self.nbytes += sign * transfer.nbytes
-        if not self.served:  # no rounding stays
+        if not self.served:  # nothing is served: what the sums still have is rounding
             self.alone_s = self.beside_s = 0.0
 
     def stretch(self, *, alone: bool) -> float:
         """Return the seconds in which each served transfer gets one second of work.
 
-        There are n that share, and beside the other direction all take beside_s / alone_s times as long.
+        If n transfers share the direction, these are n seconds. Beside the other direction (`alone` False), all take
+        beside_s / alone_s times as long.
         """
         slower = 1.0 if alone or not self.alone_s else self.beside_s / self.alone_s
         return len(self.served) * slower
@@ -111,11 +112,14 @@ class _Lane(Generic[T]):
             self.count(transfer, 1)
 
     def end(self) -> Flow[T]:
-        """Take the transfer that ends first from those served, and return it; `share_s` is what it had to reach."""
+        """Take the transfer that ends first from those served, and return it.
+
+        `share_s` is set to the very value at which it ends, so that no rounding stays.
+        """
         self.share_s, _, transfer = heappop(self.served)
         self.count(transfer, -1)
         if not self.served:
-            self.share_s = 0.0  # begins anew, so that no rounding stays
+            self.share_s = 0.0  # it begins anew, so that a small sum keeps its precision
         return transfer
 
 
@@ -140,38 +144,41 @@ class SharedPath(Generic[T]):
         return self._lanes[verb].busy_s
 
     def give(self, verb: str, transfer: Flow[T], now_s: float) -> None:
-        """Add a transfer to those of its direction. All changes before `now_s` must have been made."""
+        """Add a transfer to a direction, "read" or "write". All changes before `now_s` must have been made."""
         lane = self._lanes[verb]
+        # It has to wait for others, and no time passes: so nothing changes yet.
         waits = now_s <= self._at_s and (lane.queue or len(lane.served) >= lane.at_once)
         self._go_on(now_s)
         lane.queue.append(transfer)
-        if not waits:  # behind another it changes nothing yet
+        if not waits:
             self._look_ahead()
 
     def change(self) -> list[tuple[str, Flow[T]]]:
-        """Go on to the next change; return the transfers that end there, each after its direction.
+        """Go on to the next change: end transfers, and begin those that wait for their turn.
 
-        Then begin transfers that wait for their turn.
+        Returns:
+            The transfers that end there, each after its direction ("read" or "write").
         """
         at_s = self.changes_s
         alone = self._is_alone()
-        # Asked before time goes on: afterwards, rounding may leave a little of a transfer that ends now.
+        # Which directions have a transfer that ends. Asked before time goes on: afterwards, rounding may leave a
+        # little of such a transfer.
         has_end = {
             verb: self._at_s + self._left_s(lane, alone=alone) <= at_s
             for verb, lane in self._lanes.items()
             if lane.served
         }
         self._go_on(at_s)
-        ended = []
+        ended_transfers = []
         for verb, lane in self._lanes.items():
             if has_end.get(verb):
-                ended.append((verb, lane.end()))
-                # Those that end at the same moment, but for rounding.
+                ended_transfers.append((verb, lane.end()))
+                # Others that end at the same moment, but for rounding.
                 while lane.served and lane.served[0].ends_share_s - lane.share_s <= AT_ONCE_S:
-                    ended.append((verb, lane.end()))
+                    ended_transfers.append((verb, lane.end()))
             lane.begin(at_s)
         self._look_ahead()
-        return ended
+        return ended_transfers
 
     def _is_alone(self) -> bool:
         """Return whether at most one direction is in use."""
@@ -195,7 +202,11 @@ class SharedPath(Generic[T]):
         self._at_s = to_s
 
     def _look_ahead(self) -> None:
-        """Compute the time of the next change, and the memory traffic until then."""
+        """Compute the time of the next change, and the memory traffic until then.
+
+        A direction moves all bytes of its served transfers in the seconds that these take one after the other, so its
+        traffic is proportional to the quotient.
+        """
         alone = self._is_alone()
         demand, changes_s = 0.0, math.inf
         for lane in self._lanes.values():

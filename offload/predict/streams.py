@@ -26,19 +26,20 @@ class Order(Enum):
     READINESS = auto()
     """The stream whose next copy has been ready (waiting for the engine only) for the longest time."""
     STAYS = auto()
-    """The stream of the engine's last copy, as long as the next one there is ready; else as by readiness."""
+    """The stream of the engine's last copy, as long as the next copy there is ready; else as `READINESS`."""
 
 
 class Work(Generic[What]):
-    """A piece of work.
+    """A copy, a piece of one, or a kernel.
 
     Args:
         stream: The stream that it is put on.
         engine: The engine that does it.
         what: The caller's name for it.
-        given_s: When it is put there.
+        nbytes: Bytes that it copies or updates.
+        given_s: When it is put on its stream.
         follows: Work on another stream that it waits for.
-        gap_s: Time between the work before it on its stream and this.
+        gap_s: Time between the end of the work before it on its stream and its own begin, at least.
 
     Attributes:
         ends_s: When it ends; infinite until it has begun.
@@ -72,10 +73,10 @@ class Streams(Generic[What]):
     def __init__(self, order: Order) -> None:
         self.order = order
         self._waiting: dict[str, deque[Work[What]]] = {}
-        self._ended_s: dict[str, float] = {}  # when the last work ends that has begun, by stream
-        self._free_s: dict[str, float] = {}  # likewise, by engine
-        self._last: dict[str, str] = {}  # the stream of the last work, by engine
-        self._next: tuple[float, Work[What] | None] | None = None  # what `next` returns; None if to be found
+        self._ended_s: dict[str, float] = {}  # by stream, when the last work that has begun on it ends
+        self._free_s: dict[str, float] = {}  # by engine, when the last work that it has begun ends
+        self._last: dict[str, str] = {}  # by engine, the stream of its last work
+        self._next: tuple[float, Work[What] | None] | None = None  # the result of `next`; None if it has to be found
 
     def put(self, work: Work[What]) -> Work[What]:
         """Put work on its stream, behind what is there; return it."""
@@ -84,7 +85,7 @@ class Streams(Generic[What]):
         return work
 
     def next(self) -> tuple[float, Work[What] | None]:
-        """Return the work that begins next, after the time of its begin; infinity and None if none can begin."""
+        """Return the time at which the next work begins, and that work; infinity and None if none can begin."""
         if self._next is None:
             self._next = min(self._candidates(), key=lambda candidate: candidate[0], default=(math.inf, None))
         return self._next
@@ -95,12 +96,16 @@ class Streams(Generic[What]):
         work.ends_s = ends_s
         self._ended_s[work.stream] = ends_s
         self._free_s[work.engine] = ends_s
-        work.follows = None  # lets the other's memory go
+        work.follows = None  # else each work would keep all earlier ones in memory
         self._last[work.engine] = work.stream
         self._next = None
 
     def _candidates(self) -> Iterator[tuple[float, Work[What]]]:
-        """Yield for each engine the work that it begins next, after the time of its begin."""
+        """Yield, for each engine, the time at which it begins its next work, and that work.
+
+        Of each stream only the first work can begin. An engine chooses among these by `Order`.
+        """
+        # By engine: the first work of each stream that waits for it, after the time at which that work is ready.
         ready: dict[str, list[tuple[float, Work[What]]]] = {}
         for stream, waiting in self._waiting.items():
             if waiting:
@@ -111,15 +116,19 @@ class Streams(Generic[What]):
         for engine, heads in ready.items():
             chosen_s, chosen = min(heads, key=lambda head: head[0])
             begins_s = max(chosen_s, self._free_s.get(engine, 0.0))
-            if self.order is Order.STAYS:  # with the stream of its last work, if that has work by then
-                last = self._last.get(engine)
-                chosen = next((work for s, work in heads if work.stream == last and s <= begins_s), chosen)
+            if self.order is Order.STAYS:  # with the stream of its last work, if that has work ready by then
+                last_stream = self._last.get(engine)
+                chosen = next((work for s, work in heads if work.stream == last_stream and s <= begins_s), chosen)
             yield begins_s, chosen
 
     def _ready_s(self, stream: str, first: Work[What]) -> float:
-        """Return when the first work of a stream waits for its engine only; infinite if that is not known yet."""
+        """Return the time from which the first work of a stream waits for its engine only.
+
+        Infinite while the work that it follows has not begun, as the end of that is not known yet.
+        """
         ready_s = first.given_s
-        if first.gap_s:  # without one, the work before it keeps only the engine, which a stream's work shares
+        # Without a gap, the work before it need not be asked: all work of a stream is done by one engine, in order.
+        if first.gap_s:
             ready_s = max(ready_s, self._ended_s.get(stream, -math.inf) + first.gap_s)
         if first.follows is not None:
             ready_s = max(ready_s, first.follows.ends_s)

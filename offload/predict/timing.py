@@ -45,6 +45,8 @@ class TimingExecutor(VirtualLanes):
     """Runs operations on a virtual clock; an `offload.schedule.loop.Executor`.
 
     Args:
+        plan: What lives where.
+        rates: Speed of every lane.
         order: How the GPU's copy engines choose between streams.
         piece_bytes: Size of the pieces that copies are cut into; after each, an engine may go to another stream. None
             for whole copies.
@@ -58,7 +60,7 @@ class TimingExecutor(VirtualLanes):
     ) -> None:
         super().__init__(plan, rates)
         self.streams: Streams[Operation | int] = Streams(order)
-        """Those of the GPU."""
+        """The GPU's streams. Each work is named by its operation, or by the subgroup whose gradients it copies."""
         self._piece_bytes = piece_bytes
         # Paths whose transfers share the bandwidth: how long one takes is known only when it has ended.
         self._shared: list[SharedPath[Operation]] = []
@@ -67,21 +69,23 @@ class TimingExecutor(VirtualLanes):
                 self._shared.append(SharedPath(path))
                 self._reads[number].shared = self._writes[number].shared = self._shared[-1]
         self._slower = slower(plan, rates)
-        self._engine = Lane(ENGINE, 1.0)  # the work of the engine's thread
+        # The engine's thread. `_engine_work` gives it seconds of work, so its rate is not used.
+        self._engine = Lane(ENGINE, 1.0)
         self._call_s = rates.gpu.call_s
-        self._reaction_s = rates.reaction_s  # to the last report; 0 if the engine itself caused that, by enqueuing
+        # The engine's reaction to the last report; 0 if that was of work which the engine itself had only enqueued.
+        self._reaction_s = rates.reaction_s
         self._has_engine_lane = bool(rates.operation_s or rates.begin_s or self._call_s)  # its costs are known
-        # Updates wait here, not in the heap, if their ends are not known when they begin: if other lanes' memory
-        # traffic may slow them down, or they may have to wait for gradients.
+        # Updates on the CPU wait in `_updates`, not in the heap, if their ends are not known when they begin: other
+        # lanes' memory traffic may slow them down, or they may have to wait for gradients.
         most_demand = sum(lane.memory_cost / lane.s_per_byte for lane in self._lanes())
         # A direction of a half-duplex path may work alone, and faster than its lane's rate says.
         most_demand += sum(
             path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_half_duplex
         )
         self._queues_updates = rates.cpu_speed(most_demand) < 1 or plan.fetches_gradients
-        self._updates: deque[tuple[RunVisit, float]] = deque()  # and when each may begin
-        self._update_left_s = 0.0  # of the first one, at the CPU's own speed
-        self._update_from_s = 0.0  # when the first one may begin
+        self._updates: deque[tuple[RunVisit, float]] = deque()  # each with the time when it may begin
+        self._update_left_s = 0.0  # work left of the first one, in seconds at the CPU's own speed
+        self._update_from_s = 0.0  # when the first one may begin, if it need not wait for gradients
         self._demand = 0.0  # memory traffic of the other lanes now, in bytes a second
         self._demands: list[tuple[float, float]] = []  # coming changes of `_demand`: a heap of (when, by how much)
         # By staging slot of the GPU: the work that the next work in the slot follows.
@@ -90,13 +94,17 @@ class TimingExecutor(VirtualLanes):
         self._ahead: set[int] = set()  # subgroups whose gradients were asked for before their visits
         self._gradient_copies: dict[int, Work[Operation | int]] = {}  # by subgroup
         self._weights_sent: dict[int, Work[Operation | int]] = {}  # from each weight slot
-        # Operations that are reported when work ends, each after the earliest time of that.
+        # By the GPU's work: the operation that is reported when the work ends, after the earliest time of the report.
         self._awaited: dict[Work[Operation | int], tuple[float, Operation]] = {}
 
     def end_device(self) -> float:
-        """Let the GPU do all enqueued work; return when it has ended its updates and the copies to it."""
-        while self.streams.next()[1] is not None:
+        """Let the GPU do all enqueued work; return when it has ended its updates and the copies to it.
+
+        The last copies to the host are not waited for: they go on behind a step.
+        """
+        while self.streams.next()[1] is not None:  # [1]: the next work
             self._begin_work()
+        # `free_s` has one entry: the lanes of this class have one server each.
         return max((lane.free_s[0] for name, lane in self._named.items() if name not in ("cpu", "d2h")), default=0.0)
 
     def _lanes(self) -> list[Lane]:
@@ -114,20 +122,27 @@ class TimingExecutor(VirtualLanes):
             self._put(operation, ready_s)
 
     def _fetch_for(self, operation: Operation, ready_s: float) -> float:
-        """Fetch the gradients that an operation makes the engine ask for; return when its thread has done that.
+        """Fetch the gradients that an operation makes the engine ask for, if any.
 
         A visit's gradients are asked for when its first tile is read, or when the CPU is to run the visit.
+
+        Returns:
+            When the engine's thread has done that, so that the operation may begin; `ready_s` if it fetches nothing.
         """
         if isinstance(operation, ReadTile):
             subgroup, tensor, tile = operation.tile
             return self._fetch_with_state(subgroup, ready_s) if tensor == tile == 0 else ready_s
-        # Without any to fetch, or asked for in advance, visits cause no fetch.
+        # If no gradients are left to be fetched, and none were asked for in advance, a visit has nothing to do here.
         if isinstance(operation, RunVisit) and not operation.visit.gpu and (self._to_fetch or self._ahead):
             return self._fetch_for_visit(operation.visit.subgroup, ready_s)
         return ready_s
 
     def _put(self, operation: Operation, ready_s: float) -> None:
-        """Put an operation on its lane, where it may begin at `ready_s`."""
+        """Put an operation on its lane, where it may begin at `ready_s`.
+
+        There are four kinds of lanes: the GPU's streams; the CPU, if ends of updates are not known in advance; paths
+        whose transfers share the bandwidth; and all others, on which the end is computed at once.
+        """
         lane, nbytes = self.lane_of(operation)
         if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, RunVisit) and operation.visit.gpu):
             self._enqueue(operation, nbytes, ready_s)
@@ -141,7 +156,11 @@ class TimingExecutor(VirtualLanes):
             self._push(self._give(lane, operation, nbytes, ready_s), operation)
 
     def _enqueue(self, operation: Transfer | AwaitPush | RunVisit, nbytes: int, ready_s: float) -> None:
-        """Put work on a stream of the GPU; report it when it ends, or now if the host need not wait for its end."""
+        """Put an operation on a stream of the GPU, and have it reported.
+
+        Copies from the GPU, and waits for pushes, are reported when they end; all else is reported at `ready_s`, as
+        the host need not wait for its end.
+        """
         if isinstance(operation, AwaitPush):
             self._report_after(self._weights_sent.pop(operation.transfer_slot), ready_s, operation)
         elif isinstance(operation, RunVisit):
@@ -156,7 +175,7 @@ class TimingExecutor(VirtualLanes):
             self._report_after(weights, ready_s, operation)
 
     def _enqueue_update(self, operation: RunVisit, nbytes: int, ready_s: float) -> None:
-        """Put an update on the GPU behind the copy of its state there, and report it now."""
+        """Put an update on the GPU behind the copy of its state there, and report it at `ready_s`."""
         slot = operation.transfer_slot  # None for state at home on the GPU
         state = self._last_in_slot.pop(slot, None) if slot is not None else None
         work = self.streams.put(Work("gpu", "gpu", operation, nbytes, ready_s, state))
@@ -167,7 +186,7 @@ class TimingExecutor(VirtualLanes):
     def _enqueue_state(self, operation: Transfer, nbytes: int, ready_s: float) -> None:
         """Copy state to a staging slot on the GPU, or from it behind the update there.
 
-        A copy to the GPU is reported now. One to the host is reported when it ends.
+        A copy to the GPU is reported at `ready_s`, one to the host when it ends.
         """
         lane, slot = operation.lane, operation.transfer_slot
         work = self._copy(lane, lane, operation, nbytes, ready_s, self._last_in_slot.pop(slot, None))
@@ -186,7 +205,16 @@ class TimingExecutor(VirtualLanes):
         ready_s: float,
         follows: Work[Operation | int] | None = None,
     ) -> Work[Operation | int]:
-        """Put a copy on a stream, in pieces of at most `piece_bytes`; return the last piece."""
+        """Put a copy on a stream, in pieces of at most `piece_bytes`; return the last piece.
+
+        Args:
+            stream: The stream of the GPU.
+            engine: The copy engine, "h2d" or "d2h".
+            what: The operation, or the subgroup whose gradients are copied.
+            nbytes: Bytes to copy.
+            ready_s: When the copy is put there.
+            follows: Work on another stream that it waits for.
+        """
         gap_s = 0.0
         if self._piece_bytes is not None:
             gap_s = PIECE_GAP_S
@@ -203,7 +231,7 @@ class TimingExecutor(VirtualLanes):
             self._awaited[work] = ready_s, operation
 
     def _begin_work(self) -> None:
-        """Begin the next work of the GPU."""
+        """Begin the next work of the GPU. As its end is known then, operations that wait for it get their report."""
         begins_s, work = self.streams.next()
         work = known(work, "the GPU begins with nothing")
         ends_s = self._give(self._named[work.engine], work.what, work.nbytes, begins_s)
@@ -213,7 +241,10 @@ class TimingExecutor(VirtualLanes):
             self._push(max(ready_s, ends_s), operation)
 
     def _give(self, lane: Lane, what: Operation | int, nbytes: int, may_start_s: float) -> float:
-        """Put work on a lane with a constant rate; return its end. Predictions spend most of their time here."""
+        """Put work on a lane with a constant rate, behind earlier work and not before `may_start_s`; return its end.
+
+        Predictions spend most of their time here.
+        """
         started_s = lane.free_s[0]
         if started_s < may_start_s:
             started_s = may_start_s
@@ -232,7 +263,10 @@ class TimingExecutor(VirtualLanes):
         return finished_s
 
     def _times(self, lane: Lane, what: Operation | int) -> float:
-        """Return the factor by which work on state takes longer than on the fastest memory node."""
+        """Return how many times as long work takes, where its state lies, as on the fastest memory node.
+
+        1 for work that is no update, and no copy of state to or from the GPU.
+        """
         if isinstance(what, RunVisit):
             return self._slower.get((lane.name, what.visit.subgroup), 1.0)
         if isinstance(what, Transfer) and what.what == "state":
@@ -243,29 +277,29 @@ class TimingExecutor(VirtualLanes):
         self, lane: Lane, path: SharedPath[Operation], operation: Operation, nbytes: int, may_start_s: float
     ) -> None:
         """Put a transfer on a lane whose path is shared by its transfers."""
-        before = path.demand
+        demand_before = path.demand
         path.give(lane.name.partition(":")[0], Flow(operation, nbytes, may_start_s), self.now_s)
-        self._note_demand(path.demand - before)
+        self._note_demand(path.demand - demand_before)
 
     def _change(self, path: SharedPath[Operation]) -> None:
-        """Make a shared path's next change, which is now, and report the transfers that end there."""
-        before = path.demand
-        for verb, ended in path.change():
-            lane, _ = self.lane_of(ended.what)
+        """Make a shared path's next change, which is due now, and report the transfers that end there."""
+        demand_before = path.demand
+        for verb, transfer in path.change():
+            lane, _ = self.lane_of(transfer.what)
             lane.busy_s = path.busy_s(verb)
-            lane.nbytes += ended.nbytes
+            lane.nbytes += transfer.nbytes
             if self.record_timeline:
-                self._started.append((lane, ended.what, ended.started_s, self.now_s, ended.nbytes))
-            self._push(self.now_s, ended.what)
-        self._note_demand(path.demand - before)
+                self._started.append((lane, transfer.what, transfer.started_s, self.now_s, transfer.nbytes))
+            self._push(self.now_s, transfer.what)
+        self._note_demand(path.demand - demand_before)
 
     def _note_demand(self, change: float) -> None:
-        """Change the memory traffic beside updates from now on."""
+        """Change the memory traffic beside updates from now on, by `change` bytes a second."""
         if self._queues_updates and change:
             heappush(self._demands, (self.now_s, change))
 
     def _engine_work(self, from_s: float, seconds: float) -> float:
-        """Let the engine's thread work for so many seconds, after its earlier work; return the end."""
+        """Let the engine's thread work for so many seconds, after its earlier work and `from_s`; return the end."""
         engine = self._engine
         started_s = max(engine.free_s[0], from_s)
         engine.free_s[0] = started_s + seconds
@@ -295,7 +329,7 @@ class TimingExecutor(VirtualLanes):
     def _fetch_for_visit(self, subgroup: int, ready_s: float) -> float:
         """Fetch the gradients of a visit that begins, unless they were asked for, and those of later visits.
 
-        Return when the engine's thread has done that; so do the others that fetch.
+        Return the time at which the engine's thread has done that, as the other methods that fetch do.
         """
         if subgroup in self._to_fetch:
             ready_s = self._fetch_gradients(subgroup, ready_s)
@@ -327,7 +361,7 @@ class TimingExecutor(VirtualLanes):
         return ready_s
 
     def _start_update(self) -> None:
-        """Let the first of the waiting updates be the one under way: note its work, and when it may begin."""
+        """Make the first of the waiting updates the one under way: note its work, and when it may begin."""
         run, may_start_s = self._updates[0]
         _, nbytes = self.lane_of(run)
         self._update_left_s = nbytes * self._cpu.s_per_byte * self._times(self._cpu, run)
@@ -340,7 +374,9 @@ class TimingExecutor(VirtualLanes):
         return max(self._update_from_s, gradients.ends_s if gradients is not None else 0.0)
 
     def _work_until(self, until_s: float) -> float | None:
-        """Let the update under way proceed, at the speed that the other lanes' memory traffic allows.
+        """Let the update under way proceed from now until `until_s`.
+
+        Its speed is what the other lanes' memory traffic leaves. So time is cut at each change of the traffic.
 
         Returns:
             Its end, if that is not after `until_s`: the caller then ends the update. Else None, and `_update_left_s`
@@ -355,7 +391,7 @@ class TimingExecutor(VirtualLanes):
                 self._demand += change
             next_s = min(until_s, self._demands[0][0]) if self._demands else until_s
             from_s = max(at_s, starts_s)
-            if from_s <= next_s:
+            if from_s <= next_s:  # else it begins after this piece of time
                 speed = self._rates.cpu_speed(self._demand)
                 ends_s = from_s + self._update_left_s / speed
                 if ends_s <= next_s:
@@ -400,7 +436,7 @@ class TimingExecutor(VirtualLanes):
         events: list[Event] = []
         while self._heap and self._heap[0][0] <= until_s:
             _, _, what, _ = heappop(self._heap)
-            if not _is_enqueued(what):  # what the engine has enqueued itself wakes no thread
+            if not _is_enqueued(what):  # work that the engine has only enqueued wakes no thread
                 self._reaction_s = self._rates.reaction_s
             if isinstance(what, Operation):
                 events.append(Done(what.op))
@@ -411,7 +447,7 @@ class TimingExecutor(VirtualLanes):
         return events
 
     def _work_until_report(self) -> float | None:
-        """Let the GPU, shared paths and the CPU's update work until the next completion in the heap.
+        """Let the GPU, shared paths and the CPU's update work until the next report in the heap is due.
 
         Returns:
             The end of the CPU's update under way, if that comes first; else None.
@@ -436,7 +472,7 @@ class TimingExecutor(VirtualLanes):
 
 
 def _is_enqueued(what: Operation | Event) -> bool:
-    """Return whether an operation counts as done once it is enqueued on the GPU."""
+    """Return whether an operation counts as done once it is enqueued on the GPU: a copy to it, or an update there."""
     if isinstance(what, Transfer):
         return what.lane == "h2d"
     return isinstance(what, RunVisit) and what.visit.gpu

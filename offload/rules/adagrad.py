@@ -9,7 +9,14 @@ from offload.rules.rule import UpdateRule, flag, not_negative, rounded
 
 
 class Scalars(NamedTuple):
-    """The numbers that an update needs beside tensors; `decay` times the master is added to the gradient."""
+    """The numbers that an update needs beside tensors.
+
+    With gradient g and master p:
+
+        g = grad_scale * g + decay * p
+        sum = sum + g^2
+        p = p - step_size * g / (sqrt(sum) + eps)
+    """
 
     grad_scale: float
     decay: float
@@ -34,11 +41,13 @@ class _Adagrad(UpdateRule):
     }
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `UpdateRule.values`; `sign` is -1 to maximize, for which `row` flips the gradient."""
         names = ("lr", "lr_decay", "weight_decay", "eps")
         numbers = dict(zip(names, not_negative(group, *names), strict=True))
         return {**numbers, "sign": -1 if flag(group, "maximize") else 1}
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
+        """See `UpdateRule.row`; the learning rate decays with the number of the update, as torch's does."""
         exact = Scalars(
             grad_scale=values["sign"] * grad_scale,
             decay=values["weight_decay"],

@@ -34,7 +34,18 @@ class GroupScalars:
 
 
 class Scalars(NamedTuple):
-    """The numbers that an update needs beside tensors; see `scalars`."""
+    """The numbers that an update needs beside tensors; `scalars` computes them.
+
+    With gradient g, moments m (exp_avg) and v (exp_avg_sq), master p, and t the number of the update:
+
+        g = grad_scale * g
+        p = decay * p (AdamW), or g = g + decay * p (Adam)
+        m = beta1 * m + one_minus_beta1 * g
+        v = beta2 * v + one_minus_beta2 * g^2
+        p = p - step_size * m / (inv_bias2_sqrt * sqrt(v) + eps)
+
+    This is Adam's update: step_size is lr / (1 - beta1^t), and inv_bias2_sqrt is 1 / sqrt(1 - beta2^t).
+    """
 
     grad_scale: float
     decay: float
@@ -68,14 +79,15 @@ def scalars(
         grad_scale: Factor of the gradient: clipping, one over the loss scale, or their product.
 
     Raises:
-        ValueError: `step` is below 1, or a beta has no bias correction.
+        ValueError: `step` is below 1.
+        ConfigError: A beta has no bias correction at this update.
     """
     beta1, beta2 = betas
     if step < 1:
         raise ValueError(f"step: {step} cannot be used; updates are counted from 1")
     try:
         bias1 = 1.0 - beta1**step
-    except OverflowError:  # of a beta beyond 1
+    except OverflowError:  # the power of a beta far beyond 1
         bias1 = 0.0  # refused below
     if bias1 == 0.0 or not 0.0 <= beta2 < 1.0:
         raise ConfigError("betas", betas, f"at update {step} they have no bias correction; both belong in [0, 1)")

@@ -23,18 +23,23 @@ class Runner(Protocol):
         """Update one whole parameter; see `UpdateRule.update`."""
 
     def trial(self, shape: tuple[int, ...], dtype: Any, group: int, name: str) -> Callable[[], None]:
-        """Return a function that makes a step of the class on a tensor of such a shape, with a group's options.
+        """Return a function that makes a step of the class on a new tensor, to be timed.
 
-        It has the name and the attributes of the parameter with this name.
+        Args:
+            shape: The tensor's shape.
+            dtype: The dtype of weights; the tensor's own, unless masters are kept in fp32.
+            group: Number of the group whose hyperparameters the step has.
+            name: The tensor stands for the parameter of this name: it gets the parameter's attributes.
         """
 
 
 @dataclass(frozen=True)
 class ClassRule(WholeRule):
-    """The rule of those parameters of a class whose packed state has the same size.
+    """The rule of those parameters of a class whose packed state has the same size: one class may have several rules.
 
     Attributes:
         name: The class's qualified name.
+        packed_words: See `UpdateRule`, as for `master_dtype`.
         runner: Runs the class; None if state is only read.
     """
 
@@ -61,6 +66,12 @@ class ClassRule(WholeRule):
 
 def described(rules: Mapping[str, UpdateRule], name: str, words: int, master_dtype: DtypeCode) -> UpdateRule:
     """Return the rule that a manifest describes: a class's if `words` is not 0, else one of `rules` by its name.
+
+    Args:
+        rules: The rules that are no class's, by name.
+        name: The name in the manifest.
+        words: `UpdateRule.packed_words`.
+        master_dtype: `UpdateRule.master_dtype` of a class's rule.
 
     Raises:
         ConfigError: There is no such rule.

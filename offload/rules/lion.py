@@ -9,7 +9,14 @@ from offload.rules.rule import UpdateRule, check_decay_rates, decay_rates, flag,
 
 
 class Scalars(NamedTuple):
-    """The numbers that an update needs beside tensors; the master is multiplied by `decay`."""
+    """The numbers that an update needs beside tensors.
+
+    With gradient g, momentum m (exp_avg) and master p:
+
+        g = grad_scale * g
+        p = decay * p - lr * sign(beta1 * m + one_minus_beta1 * g)
+        m = beta2 * m + one_minus_beta2 * g
+    """
 
     grad_scale: float
     decay: float
@@ -34,6 +41,7 @@ class _Lion(UpdateRule):
         check_decay_rates(group)
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `UpdateRule.values`; `sign` is -1 to maximize, for which `row` flips the gradient."""
         lr, weight_decay = not_negative(group, "lr", "weight_decay")
         betas = decay_rates(group)
         return {"lr": lr, "betas": betas, "weight_decay": weight_decay, "sign": -1 if flag(group, "maximize") else 1}

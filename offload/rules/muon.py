@@ -32,12 +32,14 @@ class _Muon(WholeRule):
     }
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `UpdateRule.values`; a hyperparameter that the group lacks has its default."""
         settings = {**self.defaults, **{name: group[name] for name in self.defaults if name in group}}
         lr, weight_decay, momentum, eps = not_negative(settings, "lr", "weight_decay", "momentum", "eps")
         coefficients = [number(coefficient) for coefficient in items(settings["ns_coefficients"]) or []]
         steps = settings["ns_steps"]
         if len(coefficients) != 3 or any(math.isnan(coefficient) for coefficient in coefficients):
             raise ConfigError("ns_coefficients", settings["ns_coefficients"], "give three numbers")
+        # A `bool` is an `int`, but no number of iterations. Torch's Muon refuses 100 and more.
         if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
             raise ConfigError("ns_steps", steps, "give a number of iterations from 0 to 99")
         if settings["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
@@ -53,7 +55,9 @@ class _Muon(WholeRule):
     def work(self, shape: Sequence[int]) -> float:
         """Return the floating-point operations of Newton-Schulz with the default number of iterations.
 
-        An iteration has three products: X with its transpose, that square matrix with itself, and a square with X.
+        An iteration has three matrix products. X (shorter x longer side) with its transpose takes
+        2 * rows * columns * shorter operations, and so does a square matrix with X; a square matrix with itself takes
+        2 * shorter^3.
         """
         rows, columns = shape
         shorter = min(rows, columns)

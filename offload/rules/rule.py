@@ -1,7 +1,8 @@
 """`UpdateRule`: what layout, plan, measurement and checkpoints need to know of a rule; none asks for its name.
 
 Each rule has arithmetic in csrc/kernels/rules/, a block in `offload.kernels.triton_kernels`, and a definition in
-`offload.kernels.reference`; all three compute the master's change from a scaled gradient and the rule's state.
+`offload.kernels.reference`; all three compute the master's change from a scaled gradient and the rule's state. Rules
+of whole parameters have none of these: `offload.kernels.whole` updates by torch's operations.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ class UpdateRule(ABC):
         raise NotImplementedError
 
     def work(self, shape: Sequence[int]) -> float:
-        """Return the cost of one whole parameter's update, by which these are dealt to ranks; here its elements."""
+        """Return the cost of one whole parameter's update, in a unit of the rule's own; here its number of elements.
+
+        Whole parameters are dealt to ranks by their cost.
+        """
         return float(math.prod(shape))
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -121,15 +125,25 @@ class UpdateRule(ABC):
         self.values(group)
 
     def decoupled(self, values: Any) -> bool:
-        """Return whether `decay` multiplies the master; else it is the factor of an L2 term of the gradient."""
+        """Return whether `decay` of `row` multiplies the master, as in AdamW.
+
+        Else, as here, `decay` times the master is added to the gradient: an L2 term.
+        """
         return False
 
     def forgets(self, step: int, values: Any) -> bool:
-        """Return whether an update takes zeros for the old state, whatever that is (it may not be finite)."""
+        """Return whether an update takes zeros for the old state (beside the master); here it never does.
+
+        A rule says so where the old state has no part in the new one: multiplied by 0, a state that is not finite
+        would make NaN.
+        """
         return False
 
     def added_to_roots(self, values: Any) -> float | None:
-        """Return the number (eps) that is added to roots before they divide; None if no roots divide."""
+        """Return the number (eps) that an update adds to square roots of state before it divides by them.
+
+        None if it divides by no such roots, as here.
+        """
         return None
 
     @property
@@ -143,7 +157,10 @@ class UpdateRule(ABC):
         return self.cut == "whole_parameter"
 
     def numel_of(self, name: str, numel: int) -> int:
-        """Return the elements, 4 bytes each in memory, of one of `names`, for a parameter of `numel` elements."""
+        """Return the number of elements, of 4 bytes each, of the tensor `name` of a parameter of `numel` elements.
+
+        Of packed state that is its words, of all others `numel`.
+        """
         if name != PACKED:
             return numel
         blocks = -(-numel // BLOCK_NUMEL)
@@ -169,21 +186,30 @@ class WholeRule(UpdateRule):
 
 
 def segment_dtype(rule: UpdateRule) -> np.dtype[Any]:
-    """Return `SEGMENT_DTYPE` with fields named as a rule's state tensors and scalars."""
+    """Return the dtype of a row of `SEGMENT_DTYPE` in which a rule's state tensors and scalars have fields by name.
+
+    The bytes of a row are the same: the fields `state` and `scalars` are divided, and of a rule with packed state the
+    field `scales` is called `PACKED`.
+    """
     return _segment_dtype(bool(rule.packed_words), (*rule.state,), rule.scalars)
 
 
-@cache  # not of rules: one of a class has that class's parameters, which the cache would keep alive
+@cache
 def _segment_dtype(is_packed: bool, state: tuple[str, ...], scalars: Any) -> np.dtype[Any]:
-    """Do the work of `segment_dtype`, given what it needs of the rule."""
+    """Do the work of `segment_dtype` for a rule with this `state` and `scalars`, whose state may be packed.
+
+    The rule itself is no argument, as the cache keeps arguments alive for good. A `ClassRule` refers to its runner,
+    and so to a wrapped optimizer and to attributes of its parameters.
+    """
+    # Each field's dtype and offset in a row; at the end they are put in the order of their offsets again.
     fields = {name: (dtype, offset) for name, (dtype, offset, *_) in (SEGMENT_DTYPE.fields or {}).items()}
     _, state_offset = fields.pop("state")
     _, scalars_offset = fields.pop("scalars")
-    if is_packed:  # no format with scales stores such state
+    if is_packed:  # its address takes the place of that of scales: no format with scales stores packed state
         fields[PACKED] = fields.pop("scales")
     for number, name in enumerate(state):
-        fields[name] = np.dtype(np.uint64), state_offset + 8 * number
-    _, _, *own_scalars = scalars._fields  # behind `grad_scale` and `decay`, which all rules have
+        fields[name] = np.dtype(np.uint64), state_offset + 8 * number  # an address
+    _, _, *own_scalars = scalars._fields  # `grad_scale` and `decay`, which all rules have, are fields already
     for number, name in enumerate(own_scalars):
         fields[name] = np.dtype(np.float32), scalars_offset + 4 * number
     by_offset = sorted(fields.items(), key=lambda field: field[1][1])
@@ -214,7 +240,7 @@ def number(value: Any) -> float:
     plain = plain_number(value)
     try:
         return math.nan if plain is None else float(plain)
-    except OverflowError:
+    except OverflowError:  # an integer beyond float64
         return math.inf if plain > 0 else -math.inf
 
 
@@ -225,7 +251,7 @@ def checked_step(what: str, value: Any) -> int:
         ConfigError: The value is no step count; names `what`.
     """
     step = number(value)
-    if not (0 <= step <= MOST_STEPS and step == int(step)):
+    if not (0 <= step <= MOST_STEPS and step == int(step)):  # NaN, for what is no number, fails the comparisons
         raise ConfigError(what, step, "give the number of updates that the parameter has had")
     return int(step)
 
@@ -250,7 +276,7 @@ def not_negative(group: Mapping[str, Any], *names: str) -> list[float]:
     """
     numbers_given = [number(group.get(name)) for name in names]
     for name, value in zip(names, numbers_given, strict=True):
-        if not 0 <= value < math.inf:
+        if not 0 <= value < math.inf:  # NaN, for what is missing or no number, too
             raise ConfigError(name, group.get(name), "give a finite number >= 0")
     return numbers_given
 
@@ -272,7 +298,7 @@ def decay_rates(group: Mapping[str, Any]) -> tuple[float, float]:
         ConfigError: If they are something else.
     """
     betas = group.get("betas")
-    pair = [number(beta) for beta in items(betas) or ()]
+    pair = [number(beta) for beta in items(betas) or ()]  # empty, and refused below, if they are no sequence
     if len(pair) != 2 or not math.isfinite(pair[0]) or not 0 <= pair[1] < 1:
         raise ConfigError("betas", betas, BETAS)
     return pair[0], pair[1]

@@ -10,9 +10,15 @@ from offload.rules.rule import UpdateRule, flag, not_negative, number, rounded
 
 
 class Scalars(NamedTuple):
-    """The numbers that an update needs beside tensors: the master moves by `lr` times a sum of gradient and momentum.
+    """The numbers that an update needs beside tensors.
 
-    In that sum the gradient has the factor `of_gradient`, and the momentum `of_momentum`.
+    With gradient g, momentum m (momentum_buffer) and master p:
+
+        g = grad_scale * g + decay * p
+        m = momentum * m + one_minus_dampening * g
+        p = p - lr * (of_gradient * g + of_momentum * m)
+
+    The factors of the last line are (1, momentum) with Nesterov's momentum, else (0, 1).
     """
 
     grad_scale: float
@@ -42,11 +48,12 @@ class _Sgd(UpdateRule):
     }
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `UpdateRule.values`; `sign` is -1 to maximize, for which `row` flips the gradient."""
         lr, momentum, weight_decay = not_negative(group, "lr", "momentum", "weight_decay")
         dampening = number(group.get("dampening"))
-        if not -1e30 < dampening < 1e30:  # NaN is refused, too
+        if not -1e30 < dampening < 1e30:  # so that 1 - dampening is finite in fp32; NaN is refused, too
             raise ConfigError("dampening", group.get("dampening"), "give a finite number")
-        if flag(group, "nesterov") and (momentum == 0 or dampening != 0):
+        if flag(group, "nesterov") and (momentum == 0 or dampening != 0):  # torch's SGD refuses that, too
             raise ConfigError("nesterov", True, "it needs a momentum and no dampening")
         sign = -1 if flag(group, "maximize") else 1
         return {
@@ -59,7 +66,8 @@ class _Sgd(UpdateRule):
         }
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
-        is_first = step == 1  # then the new momentum is the gradient itself, without dampening
+        """See `UpdateRule.row`; as in torch, the first update makes the gradient itself the momentum, undampened."""
+        is_first = step == 1
         exact = Scalars(
             grad_scale=values["sign"] * grad_scale,
             decay=values["weight_decay"],
@@ -72,7 +80,7 @@ class _Sgd(UpdateRule):
         return Scalars(*rounded(exact))
 
     def forgets(self, step: int, values: Mapping[str, Any]) -> bool:
-        """See `UpdateRule.forgets`; with a momentum of 0 the old buffer has no part in the new one."""
+        """See `UpdateRule.forgets`; at the first update, or with a momentum of 0, the old buffer has the factor 0."""
         return step == 1 or values["momentum"] == 0
 
 

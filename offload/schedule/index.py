@@ -17,15 +17,17 @@ of another one (`replace_store`), whose tiles it makes its own (`make_newest`). 
     held          | make_newest                                         | live and held
     held          | unhold                                              | free
 
-`free_and_unreserve` also undoes `reserve`. Holds are counted: `unhold` here ends the last one. `abandon_unwritable`
-of a slot whose room on the disk is there, since its path is full, is an `abandon`.
+`free_and_unreserve` also undoes `reserve`. Holds are counted: `unhold` here ends the last one. If a path is full, but
+has the slot's room already, `abandon_unwritable` is an `abandon`.
 
 Slots that steps and checkpoints need come first: they are made (`make_slots`), and their room on the disk is
 allocated (`note_allocated`), before others may have any. All others are *loans*: to speculative versions, to
-activations, and to state that is evicted from memory. These reserve and claim with `lent`, and get no slot that a
-step may need.
+activations, and to state that is evicted from memory. Room for loans is reserved, and loans are claimed, with `lent`:
+none is a slot that a step may need.
 
 "Unmade" slots are those that may still be made: planned or reserved, and not part of a store yet.
+
+Slots are counted by the bytes of their payload. Each takes a header of `SECTOR_BYTES` more.
 
 Invariants:
   * a slot is free, claimed (a write is on its way) or in use: live (an index entry names it), held (checkpoints name
@@ -57,7 +59,10 @@ GROWTH_CREDIT_TILES = 2
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """One slot: `offset` and `nbytes` (payload) in the store of path number `path`."""
+    """One slot: `offset` and `nbytes` in the store of path number `path`.
+
+    The slot begins with a header of `SECTOR_BYTES`, at `offset`; `nbytes` are those of the payload behind it.
+    """
 
     path: int
     offset: int
@@ -83,10 +88,10 @@ class _Store:
     live_bytes: int = 0  # of live and claimed slots
     lost_bytes: int = 0  # of gaps and refused slots
     credit_bytes: float = 0.0  # its share of all claims so far, less its own
-    usable: bool = True
+    usable: bool = True  # False once its path is retired: it is only read
     is_full: bool = False  # it refused to grow and is not asked again before `try_again`
-    allocated_end: int = 0  # the room of the bytes before this is known to be there
-    needed_end: int = 0  # the room of the bytes before this must be there before slots are lent
+    allocated_end: int = 0  # the disk is known to have room for the bytes before this
+    needed_end: int = 0  # slots are lent only while the disk has room for the bytes before this
     free: dict[int, list[int]] = field(default_factory=dict)  # offsets, by payload bytes
     absent: dict[int, list[int]] = field(default_factory=dict)  # likewise, of refused slots that may get room later
 
@@ -119,15 +124,16 @@ class _Candidate(NamedTuple):
 
 
 def _take_turn(candidates: Sequence[_Candidate], slot_bytes: int) -> tuple[int, _Store]:
-    """Move the turn on by one slot, and return the number of the store whose turn it is, and that store.
+    """Choose the store that gives a slot, by smooth weighted round robin; return its path's number and the store.
 
-    Each store gets its share of the slot as credit, and the one with the highest credit pays for the slot.
+    Each candidate gets its share of the slot's bytes as credit. The one with the highest credit, its handicap
+    subtracted, is chosen and pays the whole slot, so that others have their turn next.
     """
     total_share = 0.0
     for candidate in candidates:
         total_share += candidate.store.share
     best_bytes = -math.inf
-    chosen, chosen_store, _ = candidates[0]
+    chosen, chosen_store, _ = candidates[0]  # until the loop has compared credits
     for number, store, handicap_bytes in candidates:
         store.credit_bytes += slot_bytes * store.share / total_share
         if store.credit_bytes - handicap_bytes > best_bytes:
@@ -167,13 +173,14 @@ class TileIndex:
         return self._records.get(tile)
 
     def claim(self, nbytes: int, avoid: Collection[int] = (), *, lent: bool = False) -> Location | None:
-        """Claim a free slot for a payload of `nbytes` on the path whose turn it is, or make one; on none of `avoid`.
+        """Claim a free slot for a payload of `nbytes` on the path whose turn it is; make one there if it has none.
 
         Turns are in proportion to shares and interleaved as evenly as can be, so that every subgroup is striped over
         all paths and its tiles arrive together (smooth weighted round robin). A claim moves the turn on.
 
         Args:
-            avoid: Numbers of paths.
+            nbytes: Bytes of the payload.
+            avoid: Numbers of paths that give no slot.
             lent: Whether no step needs the slot: it is one of those that were reserved with `lent`.
 
         Returns:
@@ -181,10 +188,11 @@ class TileIndex:
         """
         slot_bytes = nbytes + SECTOR_BYTES
         unmade_to_keep = self._unmade_to_keep(nbytes)
-        # How many may be made without exceeding what is planned and reserved.
+        # How many slots may be made within what is planned and reserved; without the part of loans, if it is no loan.
         unmade = self._unmade.get(nbytes, 0) if lent else unmade_to_keep
         may_reuse = unmade_to_keep < 0 or not lent  # < 0: more slots are made than steps and checkpoints need
-        handicap_bytes = 0.0 if unmade > 0 else GROWTH_CREDIT_TILES * slot_bytes  # of a slot beyond the plan
+        # A store grows beyond the plan only if its credit exceeds that of stores with a free slot by so much.
+        handicap_bytes = 0.0 if unmade > 0 else GROWTH_CREDIT_TILES * slot_bytes
         candidates: list[_Candidate] = []
         for number, store in enumerate(self._stores):
             if not store.usable or number in avoid:
@@ -210,11 +218,14 @@ class TileIndex:
         return location
 
     def claim_loan(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
-        """Claim a slot to be lent; return None if there is none, or while slots that are needed are missing."""
+        """Claim a slot to be lent; return None if there is none, or while plan and checkpoints lack slots or room."""
         return self.claim(nbytes, avoid, lent=True) if self.has_needed_slots else None
 
     def _unmade_to_keep(self, nbytes: int) -> int:
-        """Return how many slots of a size plan and checkpoints need beside those made; < 0 if there are more."""
+        """Return how many slots of a size have still to be made for plan and checkpoints, loans left out.
+
+        < 0 if more are made than plan and checkpoints need.
+        """
         return self._unmade.get(nbytes, 0) - self._unmade_loans[nbytes]
 
     @property
@@ -224,36 +235,44 @@ class TileIndex:
         return have_room and all(self._unmade_to_keep(nbytes) <= 0 for nbytes in self._unmade)
 
     def make_slots(self) -> None:
-        """Make all slots that plan and checkpoints need, on each path by its share; `note_allocated` follows."""
+        """Make all slots that plan and checkpoints need, on each path by its share, largest sizes first.
+
+        Their room on the disk is allocated afterwards: `note_allocated` then says how far.
+        """
         for nbytes in sorted(self._unmade, reverse=True):
             for store, offsets in self._made_slots(nbytes, self._unmade_to_keep(nbytes)):
                 self._unmade[nbytes] -= len(offsets)
                 if offsets:
                     store.needed_end = store.end
-                # Slots that have been in use are claimed first: their room is there.
+                # `claim` takes from the end: first slots that have been in use, whose room is there; then new ones,
+                # the lowest offset first.
                 store.free[nbytes] = [*sorted(offsets, reverse=True), *store.free.get(nbytes, ())]
 
     def _made_slots(self, nbytes: int, missing: int) -> list[tuple[_Store, list[int]]]:
-        """Make this many slots of a size, if they fit; return each usable store with the offsets of its new ones."""
+        """Make `missing` slots of a size, as many as fit; return each usable store with the offsets of its new slots.
+
+        Each store gets its part of those still missing, by its share among the stores still to come. So slots that
+        have no room in one store are made in the next ones.
+        """
         stores = [store for store in self._stores if store.usable]
         shares_left = sum(store.share for store in stores)
-        made: list[tuple[_Store, list[int]]] = []
-        for store in stores:  # slots without room on one path are made on the next ones
+        offsets_by_store: list[tuple[_Store, list[int]]] = []
+        for store in stores:
             wanted = math.ceil(missing * store.share / shares_left)
             shares_left -= store.share
             unused_slots = max(0, store.limit_bytes - store.end) // (nbytes + SECTOR_BYTES)
             fitting = len(store.absent.get(nbytes, ())) + unused_slots
-            count = max(0, min(missing, wanted, fitting))
-            made.append((store, [store.grow(nbytes) for _ in range(count)]))
+            count = max(0, min(missing, wanted, fitting))  # `missing` is < 0 if more are made than are needed
+            offsets_by_store.append((store, [store.grow(nbytes) for _ in range(count)]))
             missing -= count
-        for store, offsets in made:  # what had no room on the last ones is made on the first ones
+        for store, offsets in offsets_by_store:  # slots without room in the last stores are made in the first ones
             while missing > 0 and store.has_space(nbytes):
                 offsets.append(store.grow(nbytes))
                 missing -= 1
-        return made
+        return offsets_by_store
 
     def note_allocated(self, ends: Sequence[int]) -> None:
-        """Note that the room of the bytes before `ends[path]` is there."""
+        """Note that the disk has room for each store's bytes before `ends[path]`."""
         for store, nbytes in zip(self._stores, ends, strict=True):
             store.allocated_end = max(store.allocated_end, nbytes)
 
@@ -275,7 +294,8 @@ class TileIndex:
         if record.location not in self._claimed:  # not by `invariant`: its message would be made for every tile
             raise InternalError(f"{tile} was written to a slot nobody claimed (this is a bug in offload)")
         before = self._records.get(tile)
-        # A lent slot of a first version (evicted state, activations) stays beyond the plan: see `free_and_unreserve`.
+        # A lent slot becomes the plan's, in place of that of the version before, which is freed below. A lent slot of
+        # a first version (evicted state, activations) stays beyond the plan: see `free_and_unreserve`.
         if before is not None:
             self.loan_to_plan(record.location)
         self._unclaim(record.location)
@@ -284,10 +304,13 @@ class TileIndex:
             self._end_live(before.location)
 
     def loan_to_plan(self, location: Location) -> None:
-        """Turn a lent slot into one of the plan's, which gets one fewer of those still to be made."""
+        """Turn a lent slot into one of the plan's; nothing is done if it is not lent.
+
+        The plan then has one slot fewer to be made, and loans have one more.
+        """
         if location in self._lent:
             self._lent.remove(location)
-            self._unmade_loans[location.nbytes] += 1
+            self._unmade_loans[location.nbytes] += 1  # the plan's part is the rest of `_unmade` (`_unmade_to_keep`)
 
     def _unclaim(self, location: Location) -> None:
         """End a claim, and forget whether the slot was lent."""
@@ -295,7 +318,10 @@ class TileIndex:
         self._lent.discard(location)
 
     def note_written(self, location: Location) -> None:
-        """Note that a slot has been written, so that its room is there."""
+        """Note that a slot has been written, so that the disk has room for it.
+
+        Slots before it count as having room, too: the file of a store is allocated from its begin on.
+        """
         if not self._is_foreign(location):
             store = self._stores[location.path]
             store.allocated_end = max(store.allocated_end, location.offset + location.nbytes + SECTOR_BYTES)
@@ -304,6 +330,7 @@ class TileIndex:
         """Free the slot of a tile, which is in memory again, and give back the room that was reserved for it."""
         record = self._records.pop(tile)
         self._end_live(record.location)
+        # Without `lent`: the claim of the slot has counted the loan off already.
         self._change_unmade({record.location.nbytes: 1}, -1)
 
     def free_discarded(self, tile: TileId) -> None:
@@ -313,9 +340,9 @@ class TileIndex:
     def abandon(self, location: Location) -> None:
         """Give a claimed slot back; what was written there is ignored."""
         invariant(location in self._claimed, "a slot that was not claimed is given back")
-        self.loan_to_plan(location)
+        self.loan_to_plan(location)  # so the loan may be claimed again
         self._unclaim(location)
-        self._end_live(location)
+        self._end_live(location)  # `live_bytes` counts claimed slots, too
 
     def is_held(self, location: Location) -> bool:
         """Return whether a checkpoint names a slot."""
@@ -334,8 +361,8 @@ class TileIndex:
         return fits
 
     def missing_bytes(self, slot_counts: Mapping[int, int], *, lent: bool = False) -> int:
-        """Return the bytes that the stores lack to `reserve` these slots; arguments as there."""
-        if not any(slot_counts.values()):
+        """Return the bytes that the stores lack to `reserve` these slots, 0 if they fit; arguments as there."""
+        if not any(slot_counts.values()):  # nothing is asked for: that fits, even if planned slots lack room
             return 0
         if not any(store.usable for store in self._stores):  # so none of them can be made
             return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in slot_counts.items())
@@ -377,7 +404,7 @@ class TileIndex:
         self._held_bytes -= location.nbytes + SECTOR_BYTES
         self._change_unmade({location.nbytes: 1}, -1)  # it came on top of the planned slots
         record = self._records.get(tile)
-        if record is None or record.location != location:
+        if record is None or record.location != location:  # it is not live: the tile's newest version lies elsewhere
             self._free(location)
 
     # Going on from a checkpoint where it lies
@@ -388,8 +415,9 @@ class TileIndex:
         Args:
             path: Its path's number.
             limit_bytes: How far it may grow.
-            held: Slots that checkpoints hold, with how many do. The room before and between them is cut into free
-                slots, the largest first, even of more than the plan needs (`_unmade` is below 0 then).
+            held: Slots that checkpoints hold, each with the number of those checkpoints. The room before and between
+                these slots is cut into free slots, the largest first, even of more than the plan needs (`_unmade` is
+                below 0 then).
         """
         invariant(self.is_empty(path), "a store that is in use is exchanged")
         for nbytes, offsets in self._stores[path].free.items():
@@ -399,12 +427,12 @@ class TileIndex:
         sizes = sorted({*self._planned, *(location.nbytes for location in held)}, reverse=True)
         for location in sorted(held, key=lambda location: location.offset):
             invariant(location.offset >= store.end, f"two slots overlap at byte {location.offset} of path {path}")
-            for nbytes in sizes:
+            for nbytes in sizes:  # fill the gap before this slot
                 while store.end + nbytes + SECTOR_BYTES <= location.offset:
                     store.free.setdefault(nbytes, []).append(store.end)
                     store.end += nbytes + SECTOR_BYTES
                     self._unmade[nbytes] -= 1
-            store.lost_bytes += location.offset - store.end
+            store.lost_bytes += location.offset - store.end  # the rest of the gap, in which no slot fits
             store.end = location.offset + location.nbytes + SECTOR_BYTES
             self._held[location] = held[location]
             self._held_bytes += location.nbytes + SECTOR_BYTES
@@ -446,7 +474,11 @@ class TileIndex:
         return location.offset + location.nbytes + SECTOR_BYTES <= self._stores[location.path].allocated_end
 
     def abandon_unwritable(self, location: Location, *, is_full: bool) -> None:
-        """Give up a claimed slot that cannot be written; one of a full path is used again once there is room."""
+        """Give up a claimed slot whose write has failed.
+
+        Usually the slot is lost: its bytes stay unused. If its path is full (`is_full`), it may be made again once
+        the path has room. If the full path has the slot's room already, the slot is only abandoned, and so free.
+        """
         store, nbytes = self._stores[location.path], location.nbytes
         if is_full and self.has_room_on_disk(location):
             self.abandon(location)
@@ -460,11 +492,11 @@ class TileIndex:
         self._unmade[nbytes] += 1  # another is made in its place
 
     def _spare_bytes(self, unmade: Mapping[int, int], *, for_any_size: bool = False) -> int:
-        """Return the bytes that remain in all usable stores once these slots have been made; < 0 if they do not fit.
+        """Return the bytes that remain in all usable stores once these slots have been made; < 0 if they may not fit.
 
         Args:
-            unmade: How many, by payload bytes.
-            for_any_size: Whether the rest is to be usable for more slots of any of these sizes.
+            unmade: How many slots are to be made, by payload bytes.
+            for_any_size: Whether the remaining bytes are to be usable for more slots of any of these sizes.
         """
         usable = [store for store in self._stores if store.usable]
         needed_bytes = 0
@@ -479,8 +511,8 @@ class TileIndex:
         return sum(store.limit_bytes - store.end for store in usable) - needed_bytes - wasted_bytes
 
     def _may_grow_beyond_plan(self, slot_bytes: int) -> bool:
-        """Return whether a slot beyond the plan leaves the room that plan and checkpoints may still need."""
-        if not self._is_reshared:  # then each path keeps to its planned share
+        """Return whether a slot may be made beyond the plan: it leaves the room that plan and checkpoints need."""
+        if not self._is_reshared:  # each path keeps to its planned share
             return False
         return self._spare_bytes(self._unmade, for_any_size=True) - self._unheld_checkpoint_bytes() >= slot_bytes
 
@@ -540,15 +572,15 @@ class TileIndex:
         return tuple(store.live_bytes for store in self._stores)
 
     def check(self) -> None:
-        """Verify that each slot has one owner (live, claimed, held, free), and that they fill each store, with gaps.
+        """Verify that each slot is in one state, and that slots and lost bytes fill each store; for `Machine.check`.
 
-        Slots in stores of other sessions are not counted. For `Machine.check`.
+        States are live (held, too, or not), claimed, held alone and free. Slots in foreign stores are not counted.
         """
         total_bytes = [0] * len(self._stores)
         owners: dict[tuple[int, int], object] = {}
         for path, offset, nbytes, owner in self._slots_and_owners():
             key = (path, offset)
-            if key in owners:
+            if key in owners:  # not by `invariant` alone: its message would be made for every slot
                 invariant(False, f"slot {key} belongs to {owners[key]} and {owner}")
             owners[key] = owner
             total_bytes[path] += nbytes + SECTOR_BYTES
@@ -557,14 +589,15 @@ class TileIndex:
             invariant(unaccounted == 0, f"store {number} has {unaccounted} bytes that nothing accounts for")
 
     def _slots_and_owners(self) -> list[tuple[int, int, int, object]]:
-        """Return the path, offset and payload bytes of every slot, with whose it is."""
-        # Thousands of times in a simulation: keys are plain tuples, and texts are made of what is wrong only.
+        """Return path, offset and payload bytes of every slot, and its owner: a tile, "claimed", "held" or "free"."""
+        # A simulation calls this thousands of times: hence plain tuples.
         live = [(record.location, tile) for tile, record in self._records.items()]
         slots: list[tuple[int, int, int, object]] = [
             (at.path, at.offset, at.nbytes, tile) for at, tile in live if not self._is_foreign(at)
         ]
         slots += [(at.path, at.offset, at.nbytes, "claimed") for at in self._claimed]
         held = {(at.path, at.offset, at.nbytes) for at in self._held}
+        # A slot that is live and held counts once, as live.
         held.difference_update((path, offset, nbytes) for path, offset, nbytes, _ in slots)
         slots += [(*at, "held") for at in held]
         for number, store in enumerate(self._stores):

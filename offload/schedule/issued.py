@@ -49,7 +49,7 @@ class Issued:
     def close(self) -> list[Operation]:
         """Refuse further operations; return those that were issued and not taken, which will not be started."""
         self._is_closed = True
-        dropped = self.take()
-        for operation in dropped:
+        unstarted = self.take()
+        for operation in unstarted:
             del self.in_flight[operation.op]
-        return dropped
+        return unstarted

@@ -10,10 +10,10 @@ It keeps part of its state in other modules: `offload.schedule.staging` (phases 
 `offload.schedule.runs` (what a visit waits for once its state is whole), `offload.schedule.saving` (checkpoints),
 `offload.schedule.scratch` (gradients and activations that pass through buffers).
 
-A step may be *open* before its rows are known. A visit of an open sweep runs once it is admitted. It makes a
-speculative version beside the live one, which is written to slots of its own at once. The live version stays where
-it is on storage until `SealStep` confirms or revokes the speculative one, and begins what is left of the step.
-Nothing of a revoked version is used again.
+Updates may begin before the step's rows (scalars, norm) are known: the step's sweep is then *open*. A visit of an
+open sweep runs once it is admitted. It makes a speculative version beside the live one, and this version is written
+to slots of its own at once. The live version stays where it is on storage. `SealStep` confirms or revokes each
+speculative version, and begins what is left of the step. Nothing of a revoked version is used again.
 
 An `Evict` moves state whose home is memory to storage. The next visit has that state read to its home again, and
 frees its store slots.
@@ -93,7 +93,8 @@ class _Flush:
     records: list[tuple[TileId, TileRecord]] = field(default_factory=list)  # of tiles that have been written
     for_save: bool = False  # only a save needs it: training can go on without
     speculative: bool = False  # the version that is written is speculative, and not confirmed yet
-    reserved: Counter[int] = field(default_factory=Counter)  # slots of a revoked version that is still being written
+    # Of a revoked version that is still being written, the slots that stay reserved for it, by payload bytes:
+    reserved: Counter[int] = field(default_factory=Counter)
     avoided_paths: set[int] = field(default_factory=set)  # where a write of an eviction has failed or found no room
     error: Exception | None = None
 
@@ -136,8 +137,9 @@ class Machine:
         """Whether the last sweep ended before all its visits had. A flush may fail after that: then only `broken`
         is set, and the sweep counts."""
         self.changed_subgroups: list[int] = []
-        """Subgroups that the current (or last) sweep has changed, in that order; those come first whose speculative
-        version `SealStep` confirmed. Empty after a `Stop` between sweeps, and where an open sweep breaks."""
+        """Subgroups that the current (or last) sweep has changed: first those whose speculative version `SealStep`
+        confirmed, then the others in the order of their changes. Empty after a `Stop` between sweeps, and where an
+        open sweep breaks."""
         self.ended_visits: list[int] = []
         """Subgroups whose visit has ended in the current (or last) sweep, in that order: the weights that it changed
         have been written, or are queued on the lane h2d."""
@@ -152,7 +154,7 @@ class Machine:
         self._reserved: Counter[int] = Counter()  # how many slots the open sweep has reserved, by payload bytes
         self._eviction: _Eviction | None = None
         self.finished_eviction: tuple[Evict, Exception | None] | None = None
-        """The last eviction that has ended, and why some state is still in memory; None once it is `OutcomeTold`."""
+        """The last eviction that has ended, and its error (None if it had none); None once it is `OutcomeTold`."""
         self._evicted_waiting: deque[int] = deque()  # evicted subgroups whose visits wait for a fetch to their home
         self._stopped = False  # `Stop` came
         self._unended_visits = 0  # of the sweep
@@ -206,7 +208,10 @@ class Machine:
         return self._subgroups[subgroup].version is None
 
     def held_weights(self, subgroup: int) -> Mapping[TileId, TileRecord]:
-        """Return the records with which checkpoints hold fp32 weights of a subgroup's version; {} if none does."""
+        """Return the records with which checkpoints hold a subgroup's fp32 weights in its present version.
+
+        {} unless checkpoints hold all tiles of these weights.
+        """
         weight_tiles = self.plan.layout.subgroups[subgroup].weight_tiles
         return self.saver.held_version(weight_tiles, self._subgroups[subgroup].version)
 
@@ -220,24 +225,28 @@ class Machine:
         return self.plan.is_resident(subgroup) and self._subgroups[subgroup].phase is Phase.ABSENT
 
     def take_finished_eviction(self) -> tuple[Evict, Exception | None] | None:
-        """Return the eviction that has ended since the last call, if any, and why some state is still in memory."""
+        """Return the eviction that has ended since the last call, if any, with its error (None if it had none).
+
+        After an error, or a `StopEviction`, some state may still be in memory.
+        """
         finished = self.finished_eviction
         if finished is not None:
-            self.handle(OutcomeTold(finished[0]))
+            # The machine forgets it by an event, so that a replay of the events forgets it, too.
+            self.handle(OutcomeTold(finished[0]))  # names the request
         return finished
 
     def take_finished_sweep(self) -> Sweep | None:
-        """Return the sweep that has finished since the last call, if any."""
+        """Return the sweep that has finished since the last call, if any; `failed` says whether it ended early."""
         sweep = self.finished_sweep
         if sweep is not None:
-            self.handle(OutcomeTold(sweep))
+            self.handle(OutcomeTold(sweep))  # an event, as in `take_finished_eviction`
         return sweep
 
     def take_finished_save(self) -> tuple[Save, Exception | None] | None:
-        """Return the save that has finished since the last call, if any, and why it failed."""
+        """Return the save that has finished since the last call, if any, with its error (None if it succeeded)."""
         finished = self.saver.finished_save
         if finished is not None:
-            self.handle(OutcomeTold(finished[0]))
+            self.handle(OutcomeTold(finished[0]))  # an event that names the request, as in `take_finished_eviction`
         return finished
 
     def handle(self, event: Event) -> None:
@@ -327,12 +336,17 @@ class Machine:
             scratch.release(owner.number, fills=event.fills)
 
     def _stop(self, error: Exception) -> None:
-        """Break the machine as `Stop` says: a sweep whose caller does not know its outcome yet fails."""
+        """Break the machine as `Stop` says.
+
+        A sweep under way fails; an open one is forgotten, as nobody waits for it yet. An ended sweep fails, too, if
+        its caller has not been told that it ended. Between sweeps none fails.
+        """
         self._stopped = True
         if self.finished_sweep is not None:  # its caller has not been told that it ended: it fails now
             self.failed = True
         elif self.has_no_sweep:
-            self.changed_subgroups = []  # by a sweep that ended well: they are not said to be half updated
+            # The last sweep ended well, so what it changed must not be reported as half updated.
+            self.changed_subgroups = []
         self._break(error)
 
     def take_operations(self) -> list[Operation]:
@@ -378,6 +392,7 @@ class Machine:
         )
         absent_queue = self._evicted_waiting if self.plan.is_resident(number) else self.staging.line
         queue = absent_queue if phase is Phase.ABSENT else self._runs.queue_of(visit)
+        # Not by `invariant` alone: its message would be made for every visit.
         if not awaits_event and number not in queue:
             invariant(False, f"subgroup {number} is {phase} and waits for nothing")
 
@@ -396,7 +411,14 @@ class Machine:
             scratch.use_plan(plan)
 
     def _begin_sweep(self, sweep: Sweep, confirmed: Iterable[int] = ()) -> None:
-        """Begin a sweep that is not open; in `confirmed` subgroups the step's new versions are live already."""
+        """Begin a sweep that is not open: give each of its subgroups its visit, and queue those that can go on.
+
+        The scratch that visits read is requested. `changed_subgroups` and `ended_visits` begin anew.
+
+        Args:
+            sweep: The sweep.
+            confirmed: Subgroups of the same step whose new versions `SealStep` has just made live.
+        """
         invariant(self._sweep is None, "a sweep begins while another is under way")
         invariant(self.finished_sweep is None, "a sweep begins before the last one was taken")
         subgroups = [visit.subgroup for visit in sweep.visits]
@@ -408,10 +430,10 @@ class Machine:
         for visit in sweep.visits:
             subgroup = self._subgroups[visit.subgroup]
             subgroup.visit = visit
-            if subgroup.phase is not Phase.ABSENT:  # else `_begin_fetch` asks for it
+            if subgroup.phase is not Phase.ABSENT:  # else `_begin_fetch` requests the scratch
                 self._request_scratch(visit)
             match subgroup.phase:  # in other phases the visit is queued when the state is whole and not in use
-                case Phase.RESIDENT if self.saver.must_wait(visit.subgroup):
+                case Phase.RESIDENT if self.saver.must_wait(visit.subgroup):  # the save queues it in the end
                     self.saver.write_first(visit.subgroup)
                 case Phase.ABSENT:
                     self._enqueue_for_fetch(visit.subgroup)
@@ -421,7 +443,12 @@ class Machine:
     # Open sweeps
 
     def _begin_open_sweep(self, sweep: Sweep) -> None:
-        """Begin an open sweep with the first of its visits, as many as the stores have room for new versions of."""
+        """Begin an open sweep, with as many of its visits as the stores have room for.
+
+        Each visit needs slots for a speculative version beside the live one, which are reserved here. The first visit
+        without room and all later ones are left out. `changed_subgroups` and `ended_visits` stay those of the sweep
+        before, until `SealStep` begins the rest of the step.
+        """
         invariant(self._sweep is None and self.finished_sweep is None, "a sweep begins while another is under way")
         self._sweep = sweep
         self.is_paused = False
@@ -436,7 +463,7 @@ class Machine:
             self._subgroups[subgroup].visit = visit
             self.staging.priorities[subgroup] = Priority(is_not_admitted=True, place=place)
             if self._subgroups[subgroup].phase is Phase.ABSENT:
-                self.staging.line.append(subgroup)
+                self.staging.line.append(subgroup)  # at the end: no visit is admitted yet, so `place` is its order
             self._flush_if_live_is_dirty(subgroup)
 
     def _check_may_be_speculative(self, visit: Visit) -> None:
@@ -448,13 +475,20 @@ class Machine:
             raise InternalError(f"{visit} is speculative (this is a bug in offload)")
 
     def _flush_if_live_is_dirty(self, number: int) -> None:
-        """Flush a dirty subgroup that an open sweep visits: the live version must lie on storage, as it may stay."""
+        """Flush a subgroup that an open sweep visits, if it is dirty.
+
+        The visit overwrites the state in the staging slot with a speculative version. As this may be revoked, the
+        live version has to lie on storage before.
+        """
         subgroup = self._subgroups[number]
         if self.is_open and self.broken is None and subgroup.visit is not None and subgroup.phase is Phase.DIRTY:
             self._begin_flush(number)
 
     def _admit_visits(self, subgroups: Iterable[int]) -> None:
-        """Let visits of the open sweep run as soon as their state is in memory."""
+        """Let visits of the open sweep run as soon as their state is in memory.
+
+        Subgroups that were admitted before, or that have no visit in the sweep, are ignored.
+        """
         for number in subgroups:
             if self.is_open and not self.staging.is_admitted(number) and self._subgroups[number].visit is not None:
                 self.staging.admit(number)
@@ -467,19 +501,20 @@ class Machine:
             confirmed = ()
         else:
             self._end_open_sweep(confirmed)
-        if rest is not None:
+        if rest is not None:  # begun by a broken machine, too: `_end_sweep_if_due` then ends it as failed
             self._begin_sweep(rest, confirmed)
 
     def _end_open_sweep(self, confirmed: Collection[int]) -> None:
-        """End the open sweep: these speculative versions become live, all others are revoked."""
+        """End the open sweep: speculative versions of `confirmed` subgroups become live, all others are revoked."""
         invariant(self.is_open and not self.running_count, "versions are confirmed while they are being made")
         invariant(self.speculative_versions.keys() >= set(confirmed), "a version is confirmed that is not there")
         sweep, self._sweep = self._sweep, None
         self._clear_queues()
         versions, self.speculative_versions = self.speculative_versions, {}
         for subgroup in confirmed:
+            # There is a sweep, as it is open: the 0 is for type checkers, which cannot tell.
             self._subgroups[subgroup].version = sweep.step if sweep else 0
-            records = versions.pop(subgroup)
+            records = versions.pop(subgroup)  # `versions` keeps those that are revoked below
             if records is None:  # it is still being written
                 self._confirm_flush(subgroup)
             else:
@@ -490,11 +525,14 @@ class Machine:
         self._unreserve_unused_loans()
 
     def _confirm_flush(self, subgroup: int) -> None:
-        """Let the flush of a speculative version go on as that of a live one, so that its slots are loans no more."""
+        """Let the flush of a confirmed version go on as that of a live one.
+
+        Its slots were claimed as loans, and become the plan's: those being written, and those already written.
+        """
         flush = self._flushes[subgroup]
         flush.speculative = False
         for operation in self._issued.in_flight.values():
-            if not isinstance(operation, WriteTile) or operation.owner is not None:  # a write of scratch
+            if not isinstance(operation, WriteTile) or operation.owner is not None:  # with an owner: of scratch
                 continue
             if operation.tile.subgroup == subgroup:
                 self.index.loan_to_plan(operation.record.location)
@@ -502,9 +540,9 @@ class Machine:
             self.index.loan_to_plan(record.location)
 
     def _unreserve_unused_loans(self) -> None:
-        """Give back the room that was reserved for the open sweep, except that of revoked flushes under way.
+        """Unreserve the room that was reserved for the open sweep, except that of revoked flushes under way.
 
-        Their writes may still fail. The slots are lost then, and others are claimed from what is reserved.
+        A write of a revoked flush may still fail. Its slot is then lost, and needs the reserved room to be replaced.
         """
         for subgroup, flush in self._flushes.items():
             if flush.speculative and not flush.reserved:  # with `reserved` it was revoked in an earlier open sweep
@@ -518,9 +556,9 @@ class Machine:
         return Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
 
     def _forget_open_sweep(self) -> None:
-        """Forget the open sweep, and its speculative versions and queues, as the machine has broken.
+        """Forget the open sweep, its speculative versions and its queues, as the machine has broken.
 
-        It may have been forgotten before, when its `SealStep` comes: then this changes nothing.
+        A second call, for the sweep's `SealStep`, changes nothing.
         """
         if self.is_open:
             self._sweep = None
@@ -528,7 +566,7 @@ class Machine:
         self._clear_queues()
 
     def _revoke_version(self, subgroup: int, records: Iterable[tuple[TileId, TileRecord]]) -> None:
-        """Give back the slots of a speculative version, and the staging slot that holds it."""
+        """Revoke a speculative version: free the store slots of its `records` and the staging slot that it is in."""
         for _, record in records:
             self.index.abandon(record.location)
         self.staging.vacate(subgroup)
@@ -549,7 +587,10 @@ class Machine:
     # State that is moved from its home in memory to storage, and back
 
     def _begin_eviction(self, request: Evict) -> None:
-        """Begin to move state from memory to storage; flush dirty staging slots, which are emptied, too, at once."""
+        """Begin to move state from memory to storage: reserve slots for it, and flush dirty staging slots at once.
+
+        `_advance_eviction` flushes the homes, a few at a time, and empties the staging slots in the end.
+        """
         invariant(self._sweep is None and Phase.BUSY not in self.phases, "state leaves memory during a visit")
         invariant(self.saver.under_way is None, "state leaves memory while it is saved")
         invariant(self._eviction is None, "state leaves memory twice at once")
@@ -564,25 +605,30 @@ class Machine:
         invariant(self.index.reserve(slot_counts, lent=True), "state leaves memory for stores without room")
         self._eviction = _Eviction(request, deque(request.subgroups))
         for number in list(self.staging.dirty):
-            if self.broken is None:
+            if self.broken is None:  # a flush before it may have found no room
                 self._begin_flush(number)
 
     def _advance_eviction(self) -> None:
-        """Evict the next subgroups; after the last one, empty the staging slots and end the eviction."""
+        """Evict the next subgroups; after the last one, empty the staging slots and end the eviction.
+
+        If it is cut short, the subgroups that still wait stay at home, and staging slots keep their content.
+        """
         eviction = self._eviction
         if eviction is None:
             return
+        # A flush of a resident subgroup is one of this eviction; flushes of others are of staging slots.
         while eviction.waiting and sum(map(self.plan.is_resident, self._flushes)) < MOST_MOVING:
             number = eviction.waiting.popleft()
-            if eviction.is_cut_short:
+            if eviction.is_cut_short:  # it stays at home, and does not need what `_begin_eviction` has reserved
                 self.index.unreserve(self._slot_counts(number), lent=True)
             else:
                 self._evict_subgroup(number)
         if eviction.waiting or any(map(self.plan.is_resident, self._flushes)):
             return
         if not eviction.is_cut_short:
+            # A slot is emptied once its transfers have ended, perhaps the writes of a version that was revoked.
             if any(subgroup.phase in (Phase.FETCHING, Phase.FLUSHING) for subgroup in self._subgroups):
-                return  # perhaps the flush of a version that was revoked
+                return
             for number, subgroup in enumerate(self._subgroups):
                 if subgroup.slot is not None:
                     self.staging.vacate(number)
@@ -590,7 +636,10 @@ class Machine:
         self.finished_eviction = eviction.request, eviction.error
 
     def _evict_subgroup(self, number: int) -> None:
-        """Flush a subgroup from its home; if a checkpoint holds this version already, use those slots instead."""
+        """Flush a subgroup from its home to slots of stores.
+
+        If checkpoints hold all tiles of this version already, nothing is written: their slots become the newest ones.
+        """
         subgroup_layout, slot_counts = self.plan.layout.subgroups[number], self._slot_counts(number)
         held_records = self.saver.held_version(subgroup_layout.tiles, self._subgroups[number].version)
         if not held_records:
@@ -619,7 +668,7 @@ class Machine:
         queue.append(number)
 
     def _fetch_evicted(self) -> None:
-        """Fetch to its home the state that visits wait for, of at most `MOST_MOVING` subgroups at once."""
+        """Fetch evicted state that visits wait for to its home; at most `MOST_MOVING` subgroups at once."""
         if not self._evicted_waiting:
             return
         phases = (subgroup.phase for n, subgroup in enumerate(self._subgroups) if self.plan.is_resident(n))
@@ -629,7 +678,10 @@ class Machine:
             self._begin_fetch(self._evicted_waiting.popleft(), slot=None)
 
     def _end_fetch_to_home(self, number: int) -> None:
-        """Free the store slots of a subgroup whose state is at home again, or will be overwritten there."""
+        """Free the store slots of a subgroup whose state is at home again, or will be overwritten there.
+
+        The visit that waits for it is queued to run.
+        """
         for tile, _, _ in self.plan.layout.subgroups[number].tiles:
             self.index.free_and_unreserve(tile)
         self._enter_whole_phase(number, changed=False)
@@ -639,6 +691,7 @@ class Machine:
     def _begin_save(self, save: Save) -> None:
         """Begin to save the state between two sweeps; dirty staging slots are flushed, for the save alone."""
         invariant(self._sweep is None and Phase.BUSY not in self.phases, "a save begins during a visit")
+        # By subgroup: none is left out, unless the save is empty, which needs no versions.
         versions = [subgroup.version for subgroup in self._subgroups if subgroup.version is not None]
         invariant(save.empty or len(versions) == len(self._subgroups), "a save begins while there is fresh state")
         invariant(self._eviction is None, "a save begins while state leaves memory")
@@ -655,6 +708,7 @@ class Machine:
     def _take_over(self, event: TakeOver) -> None:
         """Go on from checkpoints' stores: their records are held, and some of them are the newest versions."""
         invariant(self.has_no_sweep and not self._issued.in_flight, "state is exchanged while it is in use")
+        # How many checkpoints hold each slot.
         holds = Counter(r.location for records in event.held_records.values() for r in records.values())
         for path, limit_bytes in event.stores.items():
             holds_of_path = {location: count for location, count in holds.items() if location.path == path}
@@ -665,13 +719,16 @@ class Machine:
             subgroup = tile.subgroup
             is_streamed = not self.plan.is_resident(subgroup)
             invariant(is_streamed, f"state of subgroup {subgroup} at home in memory is exchanged")
-            self.staging.vacate(subgroup)
+            self.staging.vacate(subgroup)  # at its first tile; at the others it has no slot any more
             self.staging.dirty.pop(subgroup, None)
             self._subgroups[subgroup].version = record.step
             self.index.make_newest(tile, record)
 
     def _handle_done(self, operation: Operation, written: TileRecord | None) -> bool:
-        """Account for an operation that ended well; return False if no decision can follow from its end."""
+        """Account for an operation that ended well; return False if no decision can follow from its end.
+
+        `written` is the record of a tile that was written, with its checksum; None if the operation's own one holds.
+        """
         if isinstance(operation, WriteTile | SaveTile):
             self.index.note_written(operation.record.location)
         match operation:
@@ -691,7 +748,7 @@ class Machine:
             case Transfer(subgroup=subgroup, what="state"):  # back from the GPU
                 self._runs.free_slot(operation.transfer_slot, gpu=True)
                 self._enter_whole_phase(subgroup, changed=True)
-            case Transfer(subgroup=subgroup):  # weights, now queued on the lane h2d
+            case Transfer(subgroup=subgroup):  # a push of weights, which is queued on the lane h2d
                 self._end_visit(subgroup)
                 if self.broken is None:
                     self._runs.await_push(operation)
@@ -741,14 +798,15 @@ class Machine:
         return True
 
     def _undo_flush(self, subgroup: int, flush: _Flush, error: Exception) -> None:
-        """Abandon what a failed flush has written, and fail the eviction or the save that it was for.
+        """Abandon what a failed flush has written, and fail the save or the eviction that it was for.
 
-        A speculative flush ends elsewhere; one that training needs breaks the machine, and does not come here.
+        Flushes of speculative versions end in `_end_speculative_flush`. A failed flush that training needs breaks the
+        machine, and does not come here either.
         """
         for _, record in flush.records:
             self.index.abandon(record.location)
         self._enter_whole_phase(subgroup, changed=True)
-        if not self.plan.is_resident(subgroup):  # it was for a save; what comes below is resident, and evicted
+        if not self.plan.is_resident(subgroup):  # the flush of a staging slot was for a save, that of a home evicts
             self.saver.abort(error)
             return
         self.index.unreserve(self._slot_counts(subgroup), lent=True)  # as `_begin_eviction` has reserved them
@@ -756,20 +814,24 @@ class Machine:
             self._eviction.error = error
 
     def _end_speculative_flush(self, subgroup: int, flush: _Flush) -> None:
-        """End a speculative version's flush: keep its records for `SealStep`, or free its slots if it is given up."""
-        self.index.unreserve(flush.reserved, lent=True)  # of one that was revoked
+        """End a speculative version's flush: keep its records for `SealStep`, or revoke the version.
+
+        It is revoked if a write has failed, or if it was revoked while it was being written.
+        """
+        self.index.unreserve(flush.reserved, lent=True)  # empty unless it was revoked meanwhile
         self.staging.set_phase(subgroup, Phase.READY)
         if flush.error is None and subgroup in self.speculative_versions:
             self.speculative_versions[subgroup] = flush.records
             return
         self._revoke_version(subgroup, flush.records)
-        if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since: it fetches live state
+        # Its staging slot is free. A visit of a sweep that has begun since waits for one, to fetch the live version.
+        if self._subgroups[subgroup].visit is not None:
             self.staging.enqueue_for_slot(subgroup)
 
     def _abort_version(self, subgroup: int, error: Exception) -> None:
-        """Give up a speculative version of which a write failed, and begin no further visit of the open sweep.
+        """Give up a speculative version of which a write has failed, and begin no further visit of the open sweep.
 
-        `_end_speculative_flush` gives its slots back, and the step updates the live version: nothing is lost.
+        Nothing is lost: the step updates the live version instead. `_end_speculative_flush` frees the slots.
         """
         self._flushes[subgroup].error = error
         if subgroup in self.speculative_versions:  # else it was revoked, or another write of it has failed before
@@ -779,24 +841,28 @@ class Machine:
     # Scratch
 
     def _request_scratch(self, visit: Visit) -> None:
-        """Ask for the scratch that a visit reads, as its subgroup's state is in memory or about to be fetched."""
+        """Request the scratch that a visit reads, once its subgroup's state is in memory or about to be fetched.
+
+        Not earlier: scratch that is read keeps a buffer.
+        """
         if visit.reads is None:
             return
         scratch, owner = self.scratch[visit.reads.kind], visit.reads.number
         invariant(not scratch.is_filling(owner), f"a visit reads {visit.reads}, which is being filled")
         if not scratch.is_wanted(owner):  # a visit that began to wait during a flush of its state has asked before
-            # Streamed state keeps a staging slot meanwhile, for which other visits wait.
+            # It hurries for streamed state, which meanwhile keeps a staging slot that other visits wait for.
             scratch.request(owner, fills=False, hurries=not self.plan.is_resident(visit.subgroup))
 
     def _enqueue_reader_of(self, owner: ScratchOwner, number: int) -> None:
         """Queue the visit that reads an owner's scratch, now in its buffer, if the subgroup's state is whole, too."""
         subgroup = self._subgroups[number]
         is_whole = subgroup.phase in (Phase.READY, Phase.DIRTY, Phase.RESIDENT) and not self.saver.must_wait(number)
+        # No visit reads activations, all of whose tiles name subgroup 0: then the owners differ.
         if is_whole and subgroup.visit is not None and subgroup.visit.reads == owner:
             self._runs.enqueue_when_readable(number)
 
     def _discard_scratch(self, owner: ScratchOwner) -> None:
-        """Discard an owner's scratch, which nobody may be waiting for."""
+        """Discard an owner's scratch; an error if somebody reads it or waits for it."""
         scratch = self.scratch[owner.kind]
         invariant(not scratch.is_wanted(owner.number), f"{owner} is discarded while somebody is to read it")
         scratch.discard(owner.number)
@@ -804,7 +870,9 @@ class Machine:
     def _end_run(self, run: RunVisit) -> None:
         """End a visit's run: discard the scratch that it read, and start to copy out what it changed.
 
-        Changed weights are pushed to the GPU, and state that was changed on the GPU is copied to host memory.
+        Usually the visit ends with its run. Two kinds copy something out of their transfer slot. A visit on the CPU
+        pushes changed weights to the GPU, and ends when the push is on its lane. A visit on the GPU copies changed
+        state to host memory, and until that has ended the subgroup stays BUSY.
         """
         visit, number, transfer_slot = run.visit, run.visit.subgroup, run.transfer_slot
         self._runs.device_of(visit).runs -= 1
@@ -816,7 +884,8 @@ class Machine:
             self._discard_scratch(visit.reads)
         if visit.changes:
             subgroup = self._subgroups[number]
-            # Without a sweep a `Stop` has ended it, and the version is not used any more.
+            # If there is no sweep, a `Stop` has ended it, and the version is not used any more: any number will do,
+            # but not None, which says that the state is fresh.
             subgroup.version = self._sweep.step if self._sweep else subgroup.version or 0
             self.changed_subgroups.append(number)
         copies_out = visit.changes and transfer_slot is not None
@@ -833,16 +902,22 @@ class Machine:
 
     def _end_speculative_run(self, number: int) -> None:
         """Write the speculative version that a run has made."""
-        self.staging.set_phase(number, Phase.DIRTY)
+        self.staging.set_phase(number, Phase.DIRTY)  # not noted in `staging.dirty`: it is flushed right here
         if self.broken is None:
-            self.speculative_versions[number] = None
+            self.speculative_versions[number] = None  # not all of its tiles are written yet
             self._begin_flush(number, speculative=True)
 
     def _enter_whole_phase(self, subgroup: int, *, changed: bool) -> None:
-        """Set the phase of a subgroup whose state is whole in memory and no longer in use, and queue its visit."""
+        """Set the phase of a subgroup whose state is whole in memory and in use by nobody, and queue its next visit.
+
+        Args:
+            subgroup: Number of the subgroup.
+            changed: Whether the state in its staging slot is not on storage: a visit has changed it, or its flush has
+                failed.
+        """
         if self.plan.is_resident(subgroup):
             self.staging.set_phase(subgroup, Phase.RESIDENT)
-        elif changed or subgroup in self.staging.dirty:  # the latter before a visit that has only read it
+        elif changed or subgroup in self.staging.dirty:  # `dirty`: changed by an earlier visit, only read by this one
             self.staging.mark_dirty(subgroup)
             self._flush_if_live_is_dirty(subgroup)  # the GPU's copy out may end when the next sweep is open
         else:
@@ -876,13 +951,17 @@ class Machine:
             self._break(error)
 
     def _handle_failed_write(self, write: WriteTile, error: Exception) -> None:
-        """Handle a failed write of state, by what it was for."""
+        """Handle a failed write of state, by what its flush was for.
+
+        Training can do without a flush for a speculative version, an eviction or a save. Any other one is written to
+        another path, or breaks the machine.
+        """
         flush = self._flushes[write.tile.subgroup]
         if flush.speculative:
             self._give_up_slot(write, error)
             self._abort_version(write.tile.subgroup, error)
             self._end_tile_write(write.tile.subgroup)
-        elif write.slot is None:  # from its home
+        elif write.slot is None:  # from a home: it is evicted
             self._retry_eviction_write(write, flush, error)
         elif flush.for_save:
             self._retry_save_write(write, flush, error)
@@ -897,6 +976,7 @@ class Machine:
         """Write a tile of an eviction to a path that has not failed; if there is none, the state stays at home."""
         self._give_up_slot(write, error)
         flush.avoided_paths.add(write.record.location.path)
+        # With an error, another tile of the flush has found no path: the state stays at home in any case.
         if flush.error is None and self._write_again(write, flush.avoided_paths):
             return
         flush.error = flush.error or error
@@ -913,16 +993,20 @@ class Machine:
         self._end_tile_write(write.tile.subgroup)
 
     def _undo_run(self, run: RunVisit) -> None:
-        """Count off a run that failed, and set the phase after BUSY; owners of GPU slots stay so (an invariant)."""
+        """Count off a run that failed, and end its subgroup's phase BUSY; the caller then breaks the machine.
+
+        A subgroup that owns a staging slot on the GPU stays BUSY, as `RunQueues.check` demands of owners.
+        """
         self._runs.device_of(run.visit).runs -= 1
         subgroup = run.visit.subgroup
         if run.transfer_slot is None or not run.visit.gpu:
             self.staging.set_phase(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
 
     def _rewrite_elsewhere(self, write: WriteTile, error: Exception) -> bool:
-        """Write a tile, which memory still holds, to another path after a failed write; return whether one takes it.
+        """Write a tile to another path after a failed write; return whether a path takes it.
 
-        The path that failed is not written to again; one that is full keeps the room that is there already.
+        Usually the path that failed is retired: it is read, and not written to again. If a full path had no room for
+        the slot, the path only stops growing, and its other slots stay in use.
         """
         location = write.record.location
         if not isinstance(error, TierError):
@@ -949,7 +1033,8 @@ class Machine:
         if self.broken is not None:
             return
         if self.is_open:
-            self.changed_subgroups = []  # those of the step before, which did not fail
+            # It still lists the step before, which did not fail: what that one changed is not half updated.
+            self.changed_subgroups = []
         self._listener.say_broken(error)
         self.broken = error
         for operation in self._issued.close():  # these are not started, so none of them reports back
@@ -963,7 +1048,10 @@ class Machine:
     # Decisions ------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Issue what an event has made possible, and end a sweep whose visits have all ended, or that is given up."""
+        """Issue what an event has made possible, and end a sweep whose visits have all ended, or that is given up.
+
+        Nothing is issued once the machine is broken. As a decision may break it, later ones ask for that again.
+        """
         if self.broken is None:
             self.saver.advance()
             self._advance_eviction()
@@ -974,14 +1062,17 @@ class Machine:
                 scratch.advance()
                 if scratch.unplaced_tile is not None:
                     self._break(_full_error(scratch.unplaced_tile))
-        if self.broken is None:  # asked again, as a flush or scratch may have just found no room
+        if self.broken is None:  # a flush or scratch may have just found no room
             self._runs.start_transfers()
             if self._sweep is not None and not (self.is_paused and self._sweep.is_open):
                 self._runs.start(self._sweep)
         self._end_sweep_if_due()
 
     def _end_sweep_if_due(self) -> None:
-        """End the sweep if all visits have ended or a broken machine ends it; `SealStep` ends an open one else."""
+        """End the sweep if all its visits have ended, or if the machine is broken and ends it.
+
+        An open sweep ends here only if the machine is broken; usually `SealStep` ends it.
+        """
         if self.is_open:
             if self._ends_broken_sweep():
                 self._forget_open_sweep()
@@ -998,7 +1089,10 @@ class Machine:
         return self._stopped or all(isinstance(operation, SaveOperation) for operation in in_flight)
 
     def _assign_slots(self) -> None:
-        """Give staging slots to the next visits; if some get none, flush dirty subgroups, whose slots they get."""
+        """Give staging slots to the next visits; for those that get none, flush dirty subgroups to free slots.
+
+        In an open sweep an admitted visit may get the slot of one that is not admitted.
+        """
         if self.is_paused and self.is_open:  # no visit would begin
             return
         line = self.staging.line
@@ -1013,7 +1107,11 @@ class Machine:
             self._flush_dirty(len(line))
 
     def _flush_dirty(self, slots_needed: int) -> None:
-        """Flush dirty subgroups, first changed first, until so many slots become free; one that is visited stays."""
+        """Flush dirty subgroups, first changed first, until `slots_needed` slots are about to become free.
+
+        A subgroup whose visit is still to come is left out: the visit uses the state in its slot.
+        """
+        # Flushes under way that will free a slot.
         flushing = sum(self._subgroups[number].visit is None for number in self._flushes)
         for number in list(self.staging.dirty):
             if flushing >= slots_needed or self.broken is not None:
@@ -1024,7 +1122,10 @@ class Machine:
                 self._begin_flush(number)
 
     def _begin_fetch(self, number: int, slot: int | None) -> None:
-        """Read state from storage to a staging slot, or home (None); not if it is fresh or will be overwritten."""
+        """Read a subgroup's state from storage to a staging slot, or to its home (`slot` None).
+
+        Fresh state, and state that its visit overwrites, is not read: its memory counts as whole at once.
+        """
         subgroup = self._subgroups[number]
         if subgroup.visit is not None:
             self._request_scratch(subgroup.visit)
@@ -1039,7 +1140,7 @@ class Machine:
             self._read_tiles(number, slot)
 
     def _read_tiles(self, number: int, slot: int | None) -> None:
-        """Issue the reads of all tiles of a subgroup to a staging slot, or home (None)."""
+        """Issue the reads of all tiles of a subgroup to a staging slot, or to its home (`slot` None)."""
         tiles = self.plan.layout.subgroups[number].tiles
         self.staging.set_phase(number, Phase.FETCHING)
         self._subgroups[number].unread = len(tiles)
@@ -1060,6 +1161,7 @@ class Machine:
         slot = self._subgroups[subgroup].slot
         self.staging.set_phase(subgroup, Phase.FLUSHING)
         self.staging.dirty.pop(subgroup, None)
+        # For type checkers: only state that has been changed is flushed, and with `speculative` there is a sweep.
         version = self._subgroups[subgroup].version or 0
         if speculative and self._sweep:
             version = self._sweep.step
@@ -1070,7 +1172,15 @@ class Machine:
                 return
 
     def _fail_flush_without_room(self, tile: TileId, later_tiles: int) -> None:
-        """Fail the save, the speculative version or the eviction of a tile that no path has room for; else break."""
+        """Fail a flush, as no path has room for one of its tiles.
+
+        With it fails the save, the speculative version or the eviction that it is for. A flush that training needs
+        breaks the machine.
+
+        Args:
+            tile: The tile without room.
+            later_tiles: Number of tiles behind it, of which no write was issued either.
+        """
         subgroup, error = tile.subgroup, _full_error(tile)
         flush = self._flushes[subgroup]
         is_evicted = self._subgroups[subgroup].slot is None
@@ -1081,7 +1191,7 @@ class Machine:
             self._abort_version(subgroup, error)
         flush.error = error
         flush.unwritten -= later_tiles  # no write of these was issued, so that none will report back
-        self._end_tile_write(subgroup)
+        self._end_tile_write(subgroup)  # of `tile`; writes of the tiles before it are still in flight
 
     def _claim_and_write(
         self, tile: TileId, slot: int | None, offset: int, nbytes: int, avoid: Collection[int] = ()
@@ -1091,7 +1201,7 @@ class Machine:
         if flush.speculative:
             location = self.index.claim_loan(nbytes, avoid)
         else:
-            is_evicted = slot is None
+            is_evicted = slot is None  # its room was reserved with `lent`, by `_begin_eviction`
             location = self.index.claim(nbytes, avoid, lent=is_evicted)
         if location is None:
             return False

@@ -28,9 +28,10 @@ class Visit:
         gpu: Whether it runs on the GPU.
         weight_bytes: Size of the weights that lie on the GPU and pass through a weight slot for a run on the CPU; 0
             for none. If the visit changes them, they are pushed to the GPU after the run.
-        fetches: Whether the run reads these weights, so that they are fetched first.
+        fetches: Whether the run reads these weights, so that they are first copied from the GPU to the weight slot.
         speculative: Whether it makes a speculative version, beside the live one: a visit of an open sweep.
-        reads: The owner of the scratch that it reads: the subgroup's gradients, where they pass through buffers.
+        reads: The owner of the subgroup's gradients in scratch, if the visit reads them there. None if it needs no
+            gradients, or these do not pass through buffers.
     """
 
     subgroup: int
@@ -47,8 +48,9 @@ class Visit:
 class Sweep:
     """A sequence of visits that succeeds or fails as one.
 
-    An *open* sweep belongs to a step whose rows (scalars, norm) are not known yet. It makes speculative versions,
-    beside the live ones, of subgroups that are admitted one by one. `SealStep` confirms some and revokes the others.
+    An *open* sweep belongs to a step whose rows (scalars, norm) are not known yet. Its visits are admitted one by
+    one. Each makes a speculative version of its subgroup, beside the live one. `SealStep` confirms some of these
+    versions and revokes the others.
 
     Attributes:
         number: Identifies the sweep; grows by one.
@@ -143,7 +145,11 @@ class Transfer:
 
     @property
     def lane(self) -> str:
-        """The copy engine of the GPU that carries it."""
+        """The copy engine of the GPU that carries it.
+
+        State is fetched to the GPU (h2d) and flushed to the host (d2h). Weights are for a visit on the CPU, so they
+        go the other way: they are fetched from the GPU (d2h) and flushed to it (h2d).
+        """
         return "h2d" if (self.what == "state") == (self.way == "fetch") else "d2h"
 
 
@@ -206,7 +212,7 @@ class SaveTile:
 
 @dataclass(frozen=True, slots=True)
 class CopyTile:
-    """Read one tile for a checkpoint into a copy buffer."""
+    """Read one tile for a checkpoint into a copy buffer, from which a `SaveTile` then writes it to the sink."""
 
     op: int
     tile: TileId
@@ -235,7 +241,7 @@ SaveOperation = SaveTile | CopyTile | Sync | Commit
 
 
 def tile_label(operation: ReadTile | WriteTile | SaveTile | CopyTile) -> str:
-    """Return what a timeline calls the transfer of a tile."""
+    """Return what a timeline calls the transfer of a tile: of state or weights, or of scratch if it has an owner."""
     tile = operation.tile
     if isinstance(operation, ReadTile | WriteTile) and operation.owner is not None:
         of_subgroup = f" of subgroup {tile.subgroup}" if operation.owner.kind == "gradients" else ""
@@ -283,10 +289,10 @@ class SealStep:
 
 @dataclass(frozen=True, slots=True)
 class RequestBuffer:
-    """Event: a caller wants an owner's scratch buffer until `ReleaseBuffer`, to fill it or to read it.
+    """Event: a caller needs an owner's scratch buffer until `ReleaseBuffer`, to fill it or else to read it.
 
-    Only the caller touches a buffer that it fills. Gradients, which visits read, are filled between sweeps. The
-    machine itself asks for what visits read.
+    Only the caller touches a buffer that it fills. Gradients are filled between sweeps, since visits read them. For
+    the visits, the machine itself requests the buffers.
     """
 
     owner: ScratchOwner
@@ -367,7 +373,10 @@ class MakeSlots:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Event: the first `ends` bytes of each store have room. Once all that is needed has, slots may be lent."""
+    """Event: the disk has room for the first `ends[path]` bytes of each store.
+
+    Slots may be lent once there is room for all slots that plan and checkpoints need.
+    """
 
     ends: tuple[int, ...]
 
@@ -413,7 +422,10 @@ class ReleaseSave:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Event: an operation has ended well; `record` is what it has written, None for the operation's own record."""
+    """Event: an operation has ended well.
+
+    After a write, `record` is that of the tile as written, with its checksum; None if the operation's own one holds.
+    """
 
     op: int
     record: TileRecord | None = None

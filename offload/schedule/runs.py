@@ -43,8 +43,9 @@ MAX_RUNS_IN_FLIGHT = 2
 """A device is given a second visit while one runs, so that it does not idle while the engine reacts."""
 
 RESIDENT_RUNS_IN_FLIGHT = 4
-"""The same where no subgroup is streamed: a streamed one would wait until all those visits have run. Another thread
-may keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine.
+"""The same where no subgroup is streamed. More are handed over, since another thread may keep Python's lock for 5 ms
+(`sys.getswitchinterval`), as long as an update takes on a fast machine. With streamed subgroups that would cost time:
+one whose state has just been read would wait until all those visits have run.
 docs/published.md has what 2, 3 and 4 make of a simulated step beside such threads."""
 
 
@@ -54,13 +55,16 @@ def update_visits(
     """Return the visits of a step that updates these subgroups, each on the device that the plan says.
 
     Args:
+        plan: Where each subgroup is updated.
+        order: The subgroups' numbers, in the order of their visits.
         reloads: Whether a subgroup's masters are to be copied from its weights.
     """
     visits = []
     for number in order:
         gpu = plan.updates_on_gpu(number)
         weight_bytes = 0 if gpu else plan.passing_bytes(number)
-        # An update reads weights that are masters, or that masters are to be set from; others it only writes.
+        # An update reads weights only if they are the masters, or if masters are to be set from them. Else it only
+        # writes weights.
         weights_are_masters = plan.layout.subgroups[number].dtype is DtypeCode.FLOAT32
         fetches = weight_bytes > 0 and (weights_are_masters or reloads(number))
         owner = plan.gradients_of(number)
@@ -70,10 +74,12 @@ def update_visits(
 
 @dataclass(slots=True)
 class VisitQueue:
-    """Subgroups that wait for a resource: a device, or a slot to copy to.
+    """Subgroups that wait for a resource: a device, or a slot to copy to. They are served in three classes.
 
-    First those whose visit is under way and holds another one already; then streamed ones, which hold staging memory;
-    others fill the gaps.
+    Attributes:
+        under_way: Served first: their visits have begun, and occupy a transfer slot.
+        streamed: Served next: their state occupies staging slots, for which other subgroups wait.
+        resident: Served last: they fill the gaps.
     """
 
     under_way: deque[int] = field(default_factory=deque)
@@ -107,9 +113,10 @@ class DeviceQueues:
     """The CPU or the GPU, and visits that wait for it: their state is whole in host memory, or at home on the device.
 
     Attributes:
-        slots: On the GPU, staging slots to which state is copied; of the CPU, weight slots.
-        copies: Visits that wait for a slot and a copy to it: of their state to the GPU, of their weights from there.
-        ready: Visits that wait for the device only; under way are those whose copy has ended.
+        slots: Transfer slots: staging slots on the GPU, to which state is copied, or the CPU's weight slots.
+        copies: Visits that wait for a transfer slot, to copy to it their state (GPU) or the weights they read (CPU).
+        ready: Visits that wait for the device; on the CPU perhaps also for a weight slot, to change weights there.
+            Those in `ready.under_way` have a transfer slot, and what they read has been copied to it.
         runs: Number of visits that run.
     """
 
@@ -136,7 +143,10 @@ class RunQueues:
         return sum(device.runs for device in self._devices)
 
     def use_plan(self, plan: Plan) -> None:
-        """Go on with another plan, while no visit is under way."""
+        """Go on with another plan, while no visit is under way: all transfer slots are free, and none is barred.
+
+        `limit_gpu_slots` has to be called again if not all slots of the new plan may be used.
+        """
         self._plan = plan
         for device, count in ((self._cpu, plan.weight_slots), (self._gpu, plan.gpu_slots)):
             device.slots.owners = [None] * count
@@ -159,20 +169,23 @@ class RunQueues:
         return self._gpu if visit.gpu else self._cpu
 
     def queue_of(self, visit: Visit) -> VisitQueue:
-        """Return the queue that a visit joins when its state is whole."""
+        """Return the queue that a visit joins when its state is whole: for a copy first, or for the device."""
         device = self.device_of(visit)
         needs_copy = visit.fetches or (visit.gpu and not self._plan.at_home_on_gpu(visit.subgroup))
         return device.copies if needs_copy else device.ready
 
     def enqueue_when_readable(self, number: int) -> None:
-        """Queue a subgroup's visit, if it has one, its scratch is in a buffer, and an open sweep has admitted it.
+        """Queue the visit of a subgroup whose state is whole in memory, if nothing else is missing.
 
-        The subgroup's state is whole in memory. Whoever makes a missing condition true calls this again.
+        Nothing is done if the subgroup has no visit to come, if the scratch that the visit reads is not in its
+        buffer, or if the open sweep does not let it begin yet (`Staging.may_begin`). Whoever makes a missing
+        condition true calls this again.
         """
         subgroup = self._staging.subgroups[number]
         visit = subgroup.visit
         if visit is None or not self.has_its_scratch(visit):
             return
+        # Only visits of an open sweep have priorities.
         if number in self._staging.priorities and not self._staging.may_begin(number):
             return
         queues = self.queue_of(visit)
@@ -184,12 +197,16 @@ class RunQueues:
         return visit.reads is None or self._scratch[visit.reads.kind].is_in_buffer(visit.reads.number)
 
     def enqueue_fetched(self, operation: Transfer) -> None:
-        """Queue a visit to run: its state has been copied to the GPU, or its weights from there."""
+        """Queue a visit to run, as `operation`, the copy to its transfer slot, has ended.
+
+        It was a copy of state to the GPU, or of weights from there.
+        """
         device = self._gpu if operation.what == "state" else self._cpu
         device.ready.under_way.append(operation.subgroup)
 
     def start(self, sweep: Sweep) -> None:
         """Start the runs that the devices have room for."""
+        # Without staging slots no subgroup is streamed.
         most_runs = MAX_RUNS_IN_FLIGHT if self._plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
         for device in self._devices:
             while device.runs < most_runs and device.ready:
@@ -200,13 +217,20 @@ class RunQueues:
                 self._issue_run(sweep, *begun)
 
     def _begin_next(self, device: DeviceQueues) -> tuple[Visit, int | None] | None:
-        """Begin a device's next visit; return it and its transfer slot, None if no slot is free for its weights."""
+        """Take a device's next visit from its queue, to be run.
+
+        Usually the visit begins here. If it has begun before, with a copy to its transfer slot, it goes on.
+
+        Returns:
+            The visit and its transfer slot (None if it uses none). None, and the visit stays queued, if it needs a
+            weight slot and none is free.
+        """
         number = device.ready.first()
         subgroup = self._staging.subgroups[number]
         transfer_slot, visit = subgroup.begun_visit or (None, subgroup.visit)
         visit = known(visit, "a visit that is not there is to run")
-        if subgroup.begun_visit is None:  # it has waited for the device only
-            if visit.weight_bytes:  # for the weights that it changes; it reads none
+        if subgroup.begun_visit is None:  # it begins here
+            if visit.weight_bytes:  # a weight slot, for the weights that it changes; it reads none
                 transfer_slot = device.slots.assign(number)
                 if transfer_slot is None:
                     return None
@@ -242,7 +266,11 @@ class RunQueues:
                 self._begin_transfer(device, device.copies.pop(), transfer_slot)
 
     def _begin_transfer(self, device: DeviceQueues, number: int, transfer_slot: int) -> None:
-        """Begin a visit, and fetch what it reads to its slot; without a copy if its state is undefined or unread."""
+        """Begin a visit, and copy what it reads to its transfer slot: state to the GPU, or weights from there.
+
+        State on its way to the GPU is not copied if it is fresh or will be overwritten: the visit is then queued for
+        the device at once.
+        """
         subgroup = self._staging.subgroups[number]
         visit, subgroup.visit = known(subgroup.visit, "nobody waits for a transfer"), None
         subgroup.begun_visit = BegunVisit(transfer_slot, visit)
@@ -253,7 +281,10 @@ class RunQueues:
             self.issue_transfer(visit, "fetch", transfer_slot)
 
     def issue_transfer(self, visit: Visit, way: Literal["fetch", "flush"], transfer_slot: int) -> None:
-        """Start a copy between host memory and the GPU: a visit's state if it runs on the GPU, else its weights."""
+        """Start a copy between a transfer slot and the other device's memory: of a visit's state, or of its weights.
+
+        State is copied for a visit on the GPU, weights for one on the CPU; "fetch" is towards the visit's device.
+        """
         op, number = self._issued.new_op(), visit.subgroup
         if visit.gpu:
             nbytes = self._plan.layout.subgroups[number].state_bytes
@@ -265,11 +296,14 @@ class RunQueues:
         self._issued.issue(transfer)
 
     def await_push(self, operation: Transfer) -> None:
-        """Wait for the end of a push of weights, which is queued on its lane, in order to free the weight slot."""
+        """Issue the wait for the end of a push of weights: until then the weight slot cannot be freed.
+
+        `operation` is the push. It has reported back already, when it was queued on its lane.
+        """
         self._issued.issue(AwaitPush(self._issued.new_op(), operation.subgroup, operation.transfer_slot))
 
     def free_slot(self, slot: int, *, gpu: bool) -> None:
-        """Free a slot on the GPU, or of weights, from which no copy reads any more."""
+        """Free a transfer slot from which no copy reads any more: a staging slot of the GPU, or a weight slot."""
         (self._gpu if gpu else self._cpu).slots.free(slot)
 
     def check(self, in_flight: Iterable[Operation]) -> None:

@@ -6,7 +6,7 @@ has not been written yet, and that subgroup is written first. A save with a *sin
 its own instead, and holds no slots in the end.
 
 Invariants:
-  * a save records a tile once that is whole on storage, and holds its slot from that moment on;
+  * a save records a tile once the tile is whole on storage, and holds its slot from that moment on;
   * a path is synced after the last write to it; a checkpoint is committed after all its paths have been synced;
   * a write that fails is tried once more, then on other paths; training goes on using the path;
   * a save that fails gives back everything it held and reserved, and leaves training as it was.
@@ -93,7 +93,7 @@ class Saver:
         save = self.under_way
         if save is None:
             return False
-        in_flight = save.in_flight.values()  # of which weights alone are gathered, and are no state at home
+        in_flight = save.in_flight.values()  # an item that is gathered and is no state at home is of weights
         return bool(save.weights) or any(item and item.is_gathered and not item.is_home for item in in_flight)
 
     def must_wait(self, subgroup: int) -> bool:
@@ -108,10 +108,11 @@ class Saver:
     def count_failed_write(self, operation: SaveTile | WriteTile, error: Exception) -> Collection[int] | None:
         """Count a failed write of the save, and choose the paths to avoid from now on.
 
+        After a tile's first failed write its path is avoided only if it was full; after the second one in any case.
+
         Returns:
-            The paths to avoid if it is issued again, to another slot: those without room, and those that have failed
-            twice. None if it is not to be issued again: the save is over or given up, the error is no tier's, or the
-            sink has failed twice.
+            If the tile is to be written again, to another slot: the paths to avoid. None if it is not: the save is
+            over or given up, the error is no tier's, or the sink has failed twice for this tile.
         """
         save = self.under_way
         if save is None or save.error is not None or not isinstance(error, TierError):
@@ -127,9 +128,10 @@ class Saver:
     # The course of a save ---------------------------------------------------------------------------------------
 
     def begin(self, request: Save, plan: Plan, unsaved: Mapping[int, None], versions: Sequence[int]) -> bool:
-        """Start a save.
+        """Start a save: list the tiles to write, reserve slots for them, and hold tiles that are on storage already.
 
         Args:
+            request: The save.
             plan: Homes of all subgroups; none is fresh.
             unsaved: Streamed subgroups whose newest version is not whole on storage. They are flushed, now or
                 already; `hold_flushed` reports the end.
@@ -143,21 +145,22 @@ class Saver:
         whole: list[tuple[TileId, TileRecord]] = []  # tiles that are on storage already
         for subgroup in () if request.empty else plan.layout.subgroups:
             number, version = subgroup.index, versions[subgroup.index]
-            is_evicted = self._index.get(subgroup.tiles[0][0]) is not None  # an `Evict` has moved it to storage
+            # Whether an `Evict` has moved state at home in memory to storage; its tiles move together, so one tells.
+            is_evicted = self._index.get(subgroup.tiles[0][0]) is not None
             if plan.is_resident(number) and not is_evicted:
                 is_on_gpu = plan.homes[number] is not Home.HOST
                 items = self._unheld_items(save, whole, subgroup.tiles, version, is_gathered=is_on_gpu, is_home=True)
                 if items:
                     save.home_tiles[number] = deque(items)
                     save.unwritten[number] = len(items)
-            elif number in unsaved:
+            elif number in unsaved:  # its flush makes it whole on storage
                 save.flushing[number] = None
                 save.reserve.update(nbytes for _, _, nbytes in subgroup.tiles)
-            else:
+            else:  # it is whole on storage
                 for tile, _, nbytes in subgroup.tiles:
                     record = known(self._index.get(tile), f"{tile} is clean and was never written")
                     whole.append((tile, record))
-                    save.reserve[nbytes] += not self._index.is_held(record.location)
+                    save.reserve[nbytes] += not self._index.is_held(record.location)  # reserved for a first hold
             save.weights += self._unheld_items(save, whole, subgroup.weight_tiles, version, is_gathered=True)
         save.reserve = +save.reserve  # without zeros
         if not self._index.reserve(save.reserve):
@@ -178,7 +181,11 @@ class Saver:
         is_gathered: bool,
         is_home: bool = False,
     ) -> list[_SaveItem]:
-        """Return the tiles that no checkpoint holds in this version, counted for `reserve`; add others to `whole`."""
+        """Return items for the tiles that no checkpoint holds in this version, and that the save has to write.
+
+        They are counted in `save.reserve`. Tiles that a checkpoint holds in this version are added to `whole`, each
+        with the record by which it is held.
+        """
         items = []
         for tile, offset, nbytes in tiles:
             record = self._held_record(tile, version)
@@ -191,7 +198,7 @@ class Saver:
 
     def _hold_tile(self, save: RunningSave, tile: TileId, record: TileRecord) -> None:
         """Hold a tile that is whole on storage; with a sink, only until it has been copied there."""
-        if self._index.hold(record.location):
+        if self._index.hold(record.location):  # the first hold of a slot uses up a reserved one
             save.reserve[record.location.nbytes] -= 1
         if save.request.sink is not None:
             nbytes = record.location.nbytes
@@ -207,15 +214,15 @@ class Saver:
 
     def held_version(self, tiles: Iterable[PlacedTile], version: int | None) -> Mapping[TileId, TileRecord]:
         """Return the records with which checkpoints hold a version of a subgroup's tiles; {} unless all are held."""
-        held: dict[TileId, TileRecord] = {}
-        if version is None:  # it is fresh
-            return held
+        records: dict[TileId, TileRecord] = {}
+        if version is None:  # the subgroup is fresh
+            return records
         for tile, _, _ in tiles:
             record = self._held_record(tile, version)
             if record is None:
                 return {}
-            held[tile] = record
-        return held
+            records[tile] = record
+        return records
 
     def hold_flushed(self, records: Iterable[tuple[TileId, TileRecord]], subgroup: int) -> None:
         """Hold the tiles of a subgroup that has been flushed, if the save waits for them."""
@@ -226,7 +233,11 @@ class Saver:
                 self._hold_tile(save, tile, record)
 
     def advance(self) -> None:
-        """Issue all operations that are possible now: tiles, then syncs, then the commit. End a save given up."""
+        """Issue the operations of the save that are possible now: its tiles, then syncs of paths, then the commit.
+
+        Each kind waits until the one before has ended. A save that was given up issues nothing, and ends when its
+        operations in flight have.
+        """
         save = self.under_way
         if save is None:
             return
@@ -258,11 +269,11 @@ class Saver:
             if save.weights and save.buffers:
                 yield save.weights.popleft()
             elif save.home_tiles:
-                while save.urgent and save.urgent[0] not in save.home_tiles:
+                while save.urgent and save.urgent[0] not in save.home_tiles:  # all of its tiles have been issued
                     save.urgent.popleft()
                 subgroup = save.urgent[0] if save.urgent else next(iter(save.home_tiles))
                 tiles = save.home_tiles[subgroup]
-                if tiles[0].is_gathered and not save.buffers:
+                if tiles[0].is_gathered and not save.buffers:  # it is on a GPU, and no copy buffer is free
                     return
                 item = tiles.popleft()
                 if not tiles:
@@ -285,11 +296,11 @@ class Saver:
         self._issue_item(save, SaveTile(op, item.tile, record, item.offset, buffer, gathers=item.is_gathered), item)
 
     def _claim(self, save: RunningSave, nbytes: int) -> Location | None:
-        """Take a slot on a path that is not avoided, or the next bytes of the sink."""
+        """Claim a slot on a path that is not avoided, or the next bytes of the sink; None if no path has room."""
         if save.request.sink is None:
             return self._index.claim(nbytes, save.avoided_paths)
         location = Location(save.request.sink, save.sink_end, nbytes)
-        save.sink_end += nbytes + SECTOR_BYTES
+        save.sink_end += nbytes + SECTOR_BYTES  # with the slot's header
         return location
 
     def _issue_item(self, save: RunningSave, operation: SaveOperation, item: _SaveItem | None = None) -> None:
@@ -298,7 +309,11 @@ class Saver:
         self._issued.issue(operation)
 
     def operation_ended(self, operation: SaveOperation, written: TileRecord | None, error: Exception | None) -> None:
-        """Account for an operation of the save that has ended; `error` is None if it ended well."""
+        """Account for an operation of the save that has ended; `error` is None if it ended well.
+
+        A failed write is tried again if it can be. Any other failure gives the save up. For a sync that ended well
+        there is nothing else to do.
+        """
         save = self.under_way
         if save is None:  # the machine has broken since
             return
@@ -319,6 +334,7 @@ class Saver:
     def _end_copy(self, save: RunningSave, copy: CopyTile, item: _SaveItem, error: Exception | None) -> None:
         """Write a tile that has been read into a copy buffer to the sink, unless the save is given up."""
         if error is None and save.error is None:
+            # From its copy buffer, where it has been read to: the offset does not count.
             write_to_sink = _SaveItem(item.tile, offset=0, nbytes=item.nbytes, version=item.version)
             self._write_item(save, write_to_sink, copy.buffer)
             self._index.unhold(copy.tile, copy.record.location)  # it has been read
@@ -330,9 +346,9 @@ class Saver:
         location = failed.record.location
         if save.request.sink is None:  # else it is no slot of the index
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
-        if self.count_failed_write(failed, error) is None:
+        if self.count_failed_write(failed, error) is None:  # it must not be tried again
             return False
-        new_location = self._claim(save, location.nbytes)
+        new_location = self._claim(save, location.nbytes)  # on none of the paths to avoid, which are noted by now
         if new_location is None:
             return False
         record = TileRecord(new_location, failed.record.step)
@@ -342,7 +358,10 @@ class Saver:
     def _end_write(
         self, save: RunningSave, done: SaveTile, item: _SaveItem, written: TileRecord | None, error: Exception | None
     ) -> None:
-        """Account for a write that has ended, and is not issued again if it has failed."""
+        """Account for a write that has ended for good: well, or with an error after which it is not tried again.
+
+        Its copy buffer is free again. A tile that was written is held and recorded.
+        """
         if done.buffer is not None:
             save.buffers.append(done.buffer)
         if item.is_home:
@@ -350,12 +369,13 @@ class Saver:
         if error is not None:
             return
         location = done.record.location
+        # With a sink, the slot is none of the index. Else it is held, and its first hold uses up a reserved slot.
         if save.request.sink is None and self._index.hold(location):
             save.reserve[location.nbytes] -= 1
         save.records[done.tile] = written or done.record
 
     def _count_off_tiles(self, save: RunningSave, subgroup: int, count: int) -> None:
-        """Count off tiles of a subgroup that have been, or will not be, written; after the last its visit goes on."""
+        """Count off tiles of a subgroup that were written, or will not be; after the last one its visit goes on."""
         save.unwritten[subgroup] -= count
         if not save.unwritten[subgroup]:
             del save.unwritten[subgroup]
@@ -366,7 +386,7 @@ class Saver:
     def abort(self, error: Exception) -> None:
         """Give the save up: nothing new is issued for it, and it ends when its operations in flight have.
 
-        Visits that wait for tiles not yet issued go on. `copies` stay listed: `_end` lets go of the slots they hold.
+        Visits that wait for tiles not yet issued go on. `copies` stay listed: `_end` unholds their slots.
         """
         save = self.under_way
         if save is None or save.error is not None:
@@ -384,26 +404,26 @@ class Saver:
             self._end(self.under_way, error)
 
     def _end(self, save: RunningSave, error: Exception | None) -> None:
-        """End the save; if it failed, let go of all slots that it holds. Visits that wait for it go on."""
+        """End the save; if it failed, unhold all slots that it holds. Visits that wait for it go on."""
         self.under_way = None
         self.finished_save = save.request, error
         if error is not None:
             self._unhold_all(save)
-        self._index.unreserve(+save.reserve)
+        self._index.unreserve(+save.reserve)  # `+`: without zeros
         for subgroup in save.unwritten:
             self._runs.enqueue_when_readable(subgroup)
 
     def _unhold_all(self, save: RunningSave) -> None:
-        """Let go of all slots that a failed save holds; those in a sink are not held."""
+        """Unhold all slots that a failed save holds: of recorded tiles (not those in a sink), and of `copies`."""
         if save.request.sink is None:
             for tile, record in save.records.items():
                 self._index.unhold(tile, record.location)
         for item in save.copies:
-            if item.source is not None:
+            if item.source is not None:  # for type checkers: every copy has one
                 self._index.unhold(item.tile, item.source.location)
 
     def release(self, number: int) -> None:
-        """Let go of the slots of a finished save."""
+        """Unhold the slots of a finished save."""
         for tile, record in self.held_records.pop(number).items():
             self._index.unhold(tile, record.location)
 

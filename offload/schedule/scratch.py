@@ -60,7 +60,12 @@ from offload.schedule.operations import Operation, ReadTile, WriteTile
 
 @dataclass(slots=True)
 class ScratchEntry:
-    """Where an owner's data is, and who wants it; the module has a table of its states."""
+    """Where an owner's data is, and who fills or reads it.
+
+    The module has a table of the states. The first of these attributes that is set says which one it is:
+    `is_discarded` (discarded), `unread` (being read), `unwritten` (being written), `is_newest` (newest), `is_stored`
+    (clean if it has a buffer, else stored). If none is set, it is waiting. An owner without an entry has nothing.
+    """
 
     order: int = 0  # grows with each fill, of any owner
     buffer: int | None = None  # its number
@@ -114,10 +119,10 @@ class Scratch:
         self._fill_count = 0  # of all rounds
         self._write_count = 0  # of all rounds; a tile's version is the number of its write
         self._is_due = False  # whether something has changed since `advance`
-        self._first_owner = 0  # that was filled in this round
-        self._last_round_length = 0  # from the first to the highest owner that was filled in the round before
-        self._round_length = 0  # likewise, in this one so far
-        # Owner to be read before anybody asks; None while some are filled:
+        self._first_owner = 0  # the owner whose fill began this round
+        self._last_round_length = 0  # in owners: from the first to the highest one that the round before filled
+        self._round_length = 0  # likewise, in this round so far
+        # The next owner to be read before anybody asks; None while some are filled:
         self._next_to_read_ahead: int | None = None
         self._avoided_paths: set[int] = set()  # where writes have failed in this round
         self.is_full = False
@@ -130,7 +135,7 @@ class Scratch:
         self._plan = plan
         self._buffers = plan.scratch[self._kind]
         self._is_due = True
-        added = self._buffers.count - len(self._owners)
+        added = self._buffers.count - len(self._owners)  # < 0 if buffers are taken away, which must be free then
         invariant(added >= 0 or not self._in_buffers(), f"a plan takes buffers of {self._kind} away")
         self._owners = self._owners[: self._buffers.count] + [None] * added
 
@@ -157,7 +162,11 @@ class Scratch:
         return entry is not None and entry.is_filling and entry.is_newest and entry.is_idle
 
     def gets_no_buffer(self, owner: int) -> bool:
-        """Return whether an owner will get no buffer to be filled before others are discarded."""
+        """Return whether an owner cannot get a buffer to be filled before other data is discarded.
+
+        So it is if the paths take no more, no write under way will free a buffer, the owner has none, and no further
+        buffer may hold data that lies nowhere else.
+        """
         has_buffer = owner in self._entries and self._entries[owner].buffer is not None
         return self.is_full and not (self._moving[WriteTile] or has_buffer or self._has_room())
 
@@ -184,13 +193,15 @@ class Scratch:
     # What callers say
 
     def request(self, owner: int, *, fills: bool, hurries: bool = True) -> None:
-        """Ask for an owner's buffer, to be kept until `release`; `may_fill` and `is_in_buffer` say when it is usable.
+        """Ask for an owner's buffer, to be kept until `release`.
+
+        The buffer may be filled once `may_fill` says so, and read once `is_in_buffer` does.
 
         Args:
-            owner: Whose.
-            fills: Whether the caller adds data to it; else it reads what is there, and owners with lower numbers may
-                be read ahead after it.
-            hurries: Whether it is read before owners whose readers do not hurry.
+            owner: Whose buffer.
+            fills: Whether the caller adds data to it. Else the caller reads what is there, and owners with lower
+                numbers may be read ahead after it.
+            hurries: Whether its data is read before that of owners whose readers do not hurry.
         """
         self._is_due = True
         if fills:
@@ -215,7 +226,7 @@ class Scratch:
         entry.order = self._fill_count
         entry.is_filling = True
         self._filling[owner] = None
-        self._do_not_write(owner)
+        self._do_not_write(owner)  # where it may wait since an earlier fill
         self._round_length = max(self._round_length, owner - self._first_owner + 1)
         self._next_to_read_ahead = None
 
@@ -234,7 +245,7 @@ class Scratch:
                 queue.remove(owner)
 
     def _end_filling(self, owner: int, entry: ScratchEntry) -> None:
-        """Let a filled buffer be written; forget an owner that has got no buffer and has no data."""
+        """Queue a filled buffer to be written, now or later; forget an owner that has neither a buffer nor data."""
         entry.is_filling = False
         del self._filling[owner]
         if entry.is_newest and entry.is_idle:
@@ -262,7 +273,7 @@ class Scratch:
             entry.is_discarded = True
 
     def _begin_round_if_none(self, owner: int) -> None:
-        """Begin a round with the first owner to be filled since all was discarded."""
+        """Begin a round if no data is left of the last one; `owner` is the first to be filled."""
         if not self.is_in_use:
             self._last_round_length = self._round_length
             self._round_length = 0
@@ -279,9 +290,14 @@ class Scratch:
     # Reports
 
     def transfer_ended(self, operation: ReadTile | WriteTile, written: TileRecord | None) -> bool:
-        """Account for a tile that was read or written; return whether its owner has now been read to its buffer.
+        """Account for a tile that was read or written; return whether its owner's data is now whole in its buffer.
 
-        `written` is the record of a tile that was written, with its checksum; None if the operation's record counts.
+        That is after the last read only. After the last write of an owner its tiles are committed: the data is on the
+        paths, too.
+
+        Args:
+            operation: The read or write that has ended well.
+            written: The record of a tile that was written, with its checksum; None if the operation's record counts.
         """
         owner, entry = self._end_transfer(operation)
         self.moved[type(operation)] += 1
@@ -296,7 +312,7 @@ class Scratch:
         if not entry.is_idle:  # other tiles are still on their way
             return False
         records, entry.written = entry.written, []
-        if records:
+        if records:  # it was the last write; reads leave no records
             entry.is_newest = False
             entry.is_stored = True
         for tile, record in records:
@@ -304,7 +320,10 @@ class Scratch:
         return isinstance(operation, ReadTile)
 
     def write_again(self, write: WriteTile) -> bool:
-        """Write a tile whose write failed to another slot, unless it was discarded; return False without room."""
+        """Write a tile to another slot after a failed write; return False if no path has room.
+
+        If the data was discarded meanwhile, nothing is written, and True is returned.
+        """
         owner, entry = self._end_transfer(write)
         if not entry.is_discarded:
             return self._claim_and_write(owner, entry, write.tile, write.buffer_offset, write.record.location.nbytes)
@@ -313,7 +332,11 @@ class Scratch:
         return True
 
     def transfer_failed(self, operation: ReadTile | WriteTile, error: Exception) -> None:
-        """Handle a failed transfer of a kind without planned room: a tile is written to another path, or stays."""
+        """Handle a failed transfer of a kind without planned room (activations).
+
+        After a failed write the tile is written to another path, or else stays in its buffer. A failed read frees the
+        buffer, and `error_of` tells the reader.
+        """
         if isinstance(operation, WriteTile):
             location = operation.record.location
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
@@ -360,7 +383,10 @@ class Scratch:
     # Decisions
 
     def advance(self) -> None:
-        """Give buffers to owners that wait for one, write others so that more become free, and read ahead."""
+        """Give buffers to owners that wait for one, write others so that more become free, and read ahead.
+
+        Buffers go first to owners that are filled, then to those that are read, last to those read ahead.
+        """
         if not self._is_due:
             return
         self._is_due = False
@@ -372,16 +398,17 @@ class Scratch:
         for queue in (self._to_read_first, self._to_read):
             while queue and (buffer := self._find_or_free_buffer()) is not None:
                 self._give_buffer(queue.popleft(), buffer)
-        for owner in self._filling:  # those, too, that have kept their buffers, or have just been read
+        for owner in self._filling:  # also those that had kept their buffers, or whose data has just been read
             self._make_newest(owner, self._entries[owner])
         self._write_to_make_room()
         self._read_ahead()
 
     def _in_buffers(self) -> list[ScratchEntry]:
+        """Return the entries of all owners that have a buffer."""
         return [self._entries[owner] for owner in self._owners if owner is not None]
 
     def _has_room(self) -> bool:
-        """Return whether one more buffer may hold data that lies nowhere else."""
+        """Return whether one more buffer may hold data that lies nowhere else (`ScratchBuffers.alone` at most)."""
         unwritten_buffers = sum(entry.is_newest or entry.is_filling for entry in self._in_buffers())
         return unwritten_buffers < self._buffers.alone
 
@@ -394,7 +421,7 @@ class Scratch:
         return min(reusable, key=lambda owner: self._entries[owner].order, default=None)
 
     def _find_or_free_buffer(self) -> int | None:
-        """Return a free buffer; if none is, free a clean owner's; None if there is no such owner."""
+        """Return a free buffer; if none is, free that of a clean owner (`is_reusable`); None if there is neither."""
         if None not in self._owners:
             owner = self._next_to_lose_buffer()
             if owner is None:
@@ -403,7 +430,7 @@ class Scratch:
         return self._owners.index(None)
 
     def _free_buffer(self, entry: ScratchEntry) -> None:
-        """Free an owner's buffer; what is in that alone is lost."""
+        """Free an owner's buffer; data that is not on the paths, too, is lost."""
         buffer = known(entry.buffer, "a buffer that nobody has")
         self._owners[buffer] = None
         entry.buffer = None
@@ -424,17 +451,23 @@ class Scratch:
             self._issued.issue(ReadTile(self._issued.new_op(), tile, buffer, offset, record, self._of_kind(owner)))
 
     def _make_newest(self, owner: int, entry: ScratchEntry) -> None:
-        """Let a buffer be filled once it has no transfer; its copy on the paths would be old, so that is freed."""
+        """Let a buffer be filled, if no transfer of it is under way.
+
+        The slots of its data on the paths are freed, as that copy is about to be old.
+        """
         if entry.is_idle and not entry.is_newest:
             entry.is_newest = True
             self._free_path_slots(owner, entry)
 
     def _write_to_make_room(self) -> None:
-        """Write owners, first filled first: those that will not fit in buffers, then until the others fit."""
+        """Write filled buffers to the paths, first filled first, until the unwritten ones are at most `staying`.
+
+        Owners that will not fit in buffers by the end of the round are written earlier, a few (`moving`) at once.
+        """
         queue, staying = self._to_write, self._buffers.staying
         # This round is expected to be as long as the last one: its last owners may stay in their buffers.
         first_to_stay = self._first_owner + self._last_round_length - staying
-        filling = sum(map(self.may_fill, self._filling))
+        filling = sum(map(self.may_fill, self._filling))  # number of unwritten buffers that callers fill
         while queue and not self.is_full:
             is_early = queue[0] < first_to_stay and self._moving[WriteTile] < self._buffers.moving
             if not is_early and len(queue) + filling <= staying:
@@ -448,7 +481,11 @@ class Scratch:
                 self._keep_in_buffer(owner)
 
     def _write_owner(self, owner: int) -> TileId | None:
-        """Write an owner's buffer to the paths; return the first tile for which there is no room, else None."""
+        """Write an owner's buffer to the paths; return the first tile for which there is no room, else None.
+
+        If there is no room, `unwritten` also counts that tile and those behind it, which are not written: the caller
+        ends the session, or keeps the data in its buffer (`_keep_in_buffer`).
+        """
         entry, tiles = self._entries[owner], self._tiles(owner)
         entry.unwritten = len(tiles)
         for tile, offset, nbytes in tiles:
@@ -469,7 +506,10 @@ class Scratch:
         return True
 
     def _claim(self, nbytes: int) -> Location | None:
-        """Claim a slot: of the planned room, or else one that state and checkpoints can do without."""
+        """Claim a slot of the planned room; without planned room, a loan of what state and checkpoints leave.
+
+        None if no path has such a slot.
+        """
         if self.is_planned:
             return self._index.claim(nbytes)
         if not self._index.reserve({nbytes: 1}, lent=True):
@@ -480,7 +520,7 @@ class Scratch:
         return location
 
     def _keep_in_buffer(self, owner: int) -> None:
-        """Leave an owner in its buffer, as no path takes its only tile, and write no other in this round."""
+        """Leave an owner's data in its buffer, as no path takes its only tile, and write no other in this round."""
         self._entries[owner].unwritten = 0
         self._to_write.appendleft(owner)
         self.is_full = True
@@ -494,7 +534,10 @@ class Scratch:
                 free(tile)
 
     def _read_ahead(self) -> None:
-        """Read the next owners that backward needs into buffers that are free, or hold owners that it needs later."""
+        """Read ahead, into buffers, the owners that backward needs next: from `_next_to_read_ahead` down.
+
+        It stops at `moving` tiles in flight, or when no buffer is free and none has data that backward needs later.
+        """
         most_moving = self._buffers.moving
         while self._next_to_read_ahead is not None and self._next_to_read_ahead >= self._first_owner:
             if self._moving[ReadTile] >= most_moving:
@@ -508,13 +551,17 @@ class Scratch:
             self._next_to_read_ahead -= 1
 
     def _may_read_ahead(self, owner: int) -> bool:
-        """Return whether a buffer is free, or holds data that backward needs later (of a lower number)."""
+        """Return whether a buffer is free for an owner, or may be freed as backward needs its data later.
+
+        Backward needs owners in the order of falling numbers, so later data has a lower number.
+        """
         if None in self._owners:
             return True
         loser = self._next_to_lose_buffer()
         return loser is not None and loser <= owner
 
     def _of_kind(self, owner: int) -> ScratchOwner:
+        """Return an owner's number together with its kind, as operations and the plan name it."""
         return ScratchOwner(self._kind, owner)
 
     def _tiles(self, owner: int) -> Sequence[tuple[TileId, int, int]]:
@@ -536,7 +583,7 @@ class Scratch:
         invariant(moving == counted, f"tiles of {kind} are lost on their way")
 
     def _check_entry(self, owner: int, entry: ScratchEntry) -> None:
-        """Verify that an owner's data is somewhere, and comes to those who wait for it."""
+        """Verify that an owner's data is somewhere, and is in a buffer or will be if a reader waits for it."""
         kind = self._kind
         if entry.buffer is not None:
             invariant(self._owners[entry.buffer] == owner, f"the {kind} buffer {entry.buffer} is not {owner}'s")

@@ -106,9 +106,9 @@ class BegunVisit(NamedTuple):
 
 
 class Priority(NamedTuple):
-    """When a visit of an open sweep gets a slot: the lowest value first."""
+    """When a visit of an open sweep gets a slot: the lowest value first, so admitted visits before all others."""
 
-    is_not_admitted: bool
+    is_not_admitted: bool  # False comes before True
     place: int
     """Index in the sweep."""
 
@@ -142,7 +142,7 @@ class Staging:
         slots: The staging slots.
         dirty: Subgroups in staging slots that have to be flushed, in the order of their last change.
         line: Subgroups whose visits wait for a slot.
-        priorities: Of each visit of an open sweep; lowest first.
+        priorities: The priority of each visit of the open sweep, by subgroup; empty if the sweep is not open.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -188,7 +188,10 @@ class Staging:
         return slot
 
     def find_or_free_slot(self) -> int | None:
-        """Return a free slot, or free one whose content is on storage and has no visit to come; else return None."""
+        """Return a free slot; if none is, free the first whose content is on storage and has no visit to come.
+
+        None if there is no such slot either.
+        """
         first_clean = None
         for slot, owner in enumerate(self.slots.owners):
             if owner is None:
@@ -208,7 +211,10 @@ class Staging:
         return number in self.priorities and not self.priorities[number].is_not_admitted
 
     def may_begin(self, number: int) -> bool:
-        """Return whether a visit of the open sweep may begin: it is admitted, and its live version is on storage."""
+        """Return whether a visit of the open sweep may begin: it is admitted, and its live version is on storage.
+
+        The latter holds in phase READY: the state is in its slot as it lies on storage.
+        """
         return self.subgroups[number].phase is Phase.READY and self.is_admitted(number)
 
     def admit(self, number: int) -> None:
@@ -219,7 +225,7 @@ class Staging:
             self.enqueue_for_slot(number)
 
     def enqueue_for_slot(self, number: int) -> None:
-        """Put a streamed visit into the line for slots: at its end, or in an open sweep by its priority."""
+        """Put a streamed subgroup's visit into the line for slots: at its end, or in an open sweep by priority."""
         index = len(self.line)
         if number in self.priorities:
             while index and self.priorities[self.line[index - 1]] > self.priorities[number]:
@@ -227,17 +233,18 @@ class Staging:
         self.line.insert(index, number)
 
     def preempt_slot(self, subgroup: int) -> int | None:
-        """Take a slot from the last visit that is not admitted, if it comes after this subgroup's; else return None.
+        """Free the slot of the last visit that is not admitted, for this subgroup's visit, and return the slot.
 
-        The visit that loses its slot waits in the line again.
+        The state of that visit has been read (READY), and it waits in the line again. None if no such visit comes
+        after this subgroup's own.
         """
         loser = None
-        last = self.priorities[subgroup]  # the greatest value so far: the subgroup's, then the loser's
+        last_priority = self.priorities[subgroup]  # the greatest so far: the subgroup's own, then the loser's
         for number in self.slots.owners:
             if number is None or self.subgroups[number].visit is None or self.is_admitted(number):
                 continue
-            if self.subgroups[number].phase is Phase.READY and self.priorities[number] > last:
-                last, loser = self.priorities[number], number
+            if self.subgroups[number].phase is Phase.READY and self.priorities[number] > last_priority:
+                last_priority, loser = self.priorities[number], number
         if loser is None:
             return None
         self.enqueue_for_slot(loser)
@@ -258,10 +265,13 @@ class Staging:
         invariant(len(owners) == len(with_slots), "a slot has an owner that left it")
 
     def _problem(self, number: int, subgroup: SubgroupState, *, is_resident: bool) -> str:
-        """Return what is wrong with a subgroup, or "" without making a text: a simulation asks thousands of times."""
+        """Return what is wrong with a subgroup, in words; "" if nothing is.
+
+        Texts are made only of what is wrong, since a simulation asks thousands of times.
+        """
         phase, slot = subgroup.phase, subgroup.slot
-        phases_of_others = (Phase.READY, Phase.DIRTY) if is_resident else (Phase.RESIDENT,)
-        if phase in phases_of_others:
+        impossible_phases = (Phase.READY, Phase.DIRTY) if is_resident else (Phase.RESIDENT,)
+        if phase in impossible_phases:
             return f"subgroup {number} is {phase}, resident: {is_resident}"
         has_no_slot = is_resident or phase is Phase.ABSENT
         if has_no_slot != (slot is None):

@@ -40,9 +40,9 @@ class Interval(NamedTuple):
 
 
 def covered_s(intervals: Iterable[Interval]) -> float:
-    """Return the seconds in which at least one of some operations was under way."""
+    """Return the seconds in which at least one operation was under way: the length of the intervals' union."""
     total_s = 0.0
-    until_s = -math.inf  # what is before this is counted
+    until_s = -math.inf  # the end of all intervals so far: time before it has been counted
     for started_s, finished_s in sorted((interval.started_s, interval.finished_s) for interval in intervals):
         total_s += max(finished_s - max(started_s, until_s), 0.0)
         until_s = max(until_s, finished_s)
@@ -52,31 +52,38 @@ def covered_s(intervals: Iterable[Interval]) -> float:
 def lane_order(lane: str) -> tuple[int, int, str]:
     """Return the key by which lanes are sorted: their kind, then the number of their path."""
     kind, _, index = lane.partition(":")
-    order = LANES.index(kind) if kind in LANES else len(LANES)
+    order = LANES.index(kind) if kind in LANES else len(LANES)  # those of checkpoints come last
     return order, int(index) if index.isdecimal() else 0, lane
 
 
 def tracks(intervals: Sequence[Sequence[Any]]) -> list[int]:
-    """Return a track (row) for each interval, so that no two overlap in one: trace viewers cannot draw that.
+    """Return a track (row) number for each interval, so that no two intervals of a track overlap.
 
-    Intervals are given in the order of their starts. Each gets the first track that is free by then.
+    Trace viewers cannot draw overlapping intervals in one row. Intervals are given in the order of their starts. Each
+    gets the first track that is free when it starts.
+
+    Args:
+        intervals: Each is an `Interval`, or a sequence that begins with its first four values.
     """
     busy: list[tuple[float, int]] = []  # heap of (end of its interval, track)
-    free: list[int] = []  # heap
-    chosen = []
+    free: list[int] = []  # heap of track numbers
+    interval_tracks = []
     for interval in intervals:
         _, _, began_s, ended_s, *_ = interval
         while busy and busy[0][0] <= began_s:
-            _, freed = heapq.heappop(busy)
-            heapq.heappush(free, freed)
+            _, freed_track = heapq.heappop(busy)
+            heapq.heappush(free, freed_track)
+        # If none is free, all tracks so far are busy, and their count is the number of a new one.
         track = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (ended_s, track))
-        chosen.append(track)
-    return chosen
+        interval_tracks.append(track)
+    return interval_tracks
 
 
 def trace(timeline: Sequence[Sequence[Any]], paths: Sequence[str], *, step: int) -> dict[str, Any]:
     """Return a timeline in the Trace Event Format: a thread for each lane, and more where its operations overlap.
+
+    Metadata events ("M") name the process and its threads; `_trace_event` makes the others.
 
     Args:
         timeline: Intervals, or their first five values.
@@ -94,21 +101,22 @@ def trace(timeline: Sequence[Sequence[Any]], paths: Sequence[str], *, step: int)
         of_lane = [interval for interval in intervals if interval.lane == lane]
         of_lane.sort(key=lambda interval: (interval.started_s, interval.finished_s))
         threads = [first_thread + track for track in tracks(of_lane)]
-        first_free = max(threads) + 1
-        number = lane.partition(":")[2]
+        next_thread = max(threads) + 1
+        number = lane.partition(":")[2]  # "" of a lane that is no path's
+        # Numbers beyond `paths` are those of foreign stores and of a checkpoint's sink.
         is_known_path = number.isdecimal() and int(number) < len(paths)
         shown_name = f"{lane} ({paths[int(number)]})" if is_known_path else lane
-        for thread in range(first_thread, first_free):
+        for thread in range(first_thread, next_thread):
             args = {"name": shown_name}
             events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": args})
         for interval, thread in zip(of_lane, threads, strict=True):
             events.append(_trace_event(interval, thread, start_s))
-        first_thread = first_free
+        first_thread = next_thread
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _trace_event(interval: Interval, thread: int, start_s: float) -> dict[str, Any]:
-    """Return the event of an interval; times are in microseconds since the first one's start."""
+    """Return an interval as a complete event ("X"): begin (since `start_s`) and duration in microseconds."""
     return {
         "ph": "X",
         "name": interval.label,

@@ -1,6 +1,7 @@
-"""The activations of a session: memory of tensors that callers write to tiles in forward, and read in backward.
+"""The activations of a session: callers write tensors' memory to tiles in forward, and read it back in backward.
 
-Callers' threads copy to buffers, and from them. The machine decides which tile has which buffer
+A tile is filled and read in a buffer in host memory. It is written to the paths, and read back, as others need its
+buffer. Callers' threads copy to buffers, and from them. The machine decides which tile has which buffer
 (`offload.schedule.scratch`), on the engine thread, which callers reach through `offload.session.scratch`.
 
 Not here: which tensors are written, and how autograd gets them back (`offload.optim.activations`).
@@ -45,7 +46,7 @@ class Piece(NamedTuple):
 
 
 class Written:
-    """One tensor's memory that a caller has written; its tiles are discarded when no such object needs them.
+    """One tensor's memory, copied to tiles. A tile is discarded once no such object has a piece in it.
 
     Attributes:
         pieces: Where it lies, in order; no two in one tile.
@@ -72,7 +73,7 @@ class Uses:
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
         self._counts: Counter[int] = Counter()  # of each tile
-        self._pieces: set[Piece] = set()
+        self._pieces: set[Piece] = set()  # that are counted
         self.figures: Counter[str] = Counter()
 
     def add_piece(self, piece: Piece) -> None:
@@ -89,7 +90,7 @@ class Uses:
                 self.remove_use(piece.tile)
 
     def add_use(self, tile: int, *, fills: bool) -> None:
-        """Count a caller that fills or reads a tile; figures begin anew if no tile had a use."""
+        """Count a caller that fills or reads a tile; the first fill after all uses have ended clears the figures."""
         if fills and not self._counts:
             self.figures.clear()
         self._counts[tile] += 1
@@ -155,7 +156,8 @@ class Activations:
         if nbytes < LEAST_BYTES:
             raise ConfigError("host_memory", nbytes, f"give at least {LEAST_BYTES} bytes for buffers")
         tile_bytes = MOST_ACTIVATION_TILE_BYTES
-        while tile_bytes * LEAST_ACTIVATION_BUFFERS > nbytes:  # each buffer has one tile
+        # A buffer has room for one tile: halve the tile until there are enough buffers.
+        while tile_bytes * LEAST_ACTIVATION_BUFFERS > nbytes:
             tile_bytes //= 2
         nbytes = nbytes // tile_bytes * tile_bytes  # no part of a buffer
         if nbytes != self._parts.plan.budgets.activation_bytes:
@@ -166,6 +168,7 @@ class Activations:
     def _replace_buffers(self, nbytes: int, tile_bytes: int) -> None:
         """Replace the buffers, while nothing lies in them; on the engine thread."""
         parts, before = self._parts, self._arena
+        # `_is_writing`: a signal handler that has interrupted `write` asks for this.
         if self.are_in_use() or self._is_writing:
             advice = f"leave it at {parts.plan.budgets.activation_bytes} while tensors of an earlier pass are saved"
             raise ConfigError("host_memory", nbytes, advice)
@@ -175,7 +178,7 @@ class Activations:
             offers = {"what is free": free_bytes}
             raise InfeasiblePlanError("host memory for activations", nbytes, offers, "lower host_memory")
         self._use_buffers_in(arena=None, tile_bytes=0)  # so that old and new memory are not there at once
-        parts.memory.free_arena(before)
+        parts.memory.free_arena(before)  # which does nothing with None
         self._use_buffers_in(parts.memory.allocate_arena(nbytes), tile_bytes)
         parts.allocate()  # tiles are lent store slots only once those that steps need have room
 
@@ -203,7 +206,8 @@ class Activations:
             tensor: A reference that keeps the memory while a device copies from it.
 
         Returns:
-            Where the copy lies; None if there is no room now, or the session cannot be used.
+            Where the copy lies; None if there is no room now, if the session cannot be used, or in a signal handler
+            that has interrupted `write`.
         """
         if not self._thread.is_usable:
             return None
@@ -215,7 +219,9 @@ class Activations:
             try:
                 written = self._write(source, nbytes, tensor)
             except BaseException:
-                self._close_tile()  # an interrupt may have come before it was asked for: the next write would wait
+                # An interrupt may have come before the open tile's buffer was asked for: the next write would wait
+                # for that buffer for ever.
+                self._close_tile()
                 raise
             finally:
                 self._is_writing = False
@@ -224,13 +230,13 @@ class Activations:
         return written
 
     def _write(self, source: int, nbytes: int, tensor: Any) -> Written | None:
-        """Do the work of `write`: copy piece by piece, each to what is left of the open tile or to a new one.
+        """Do the work of `write`: copy piece by piece, first to the rest of the open tile, then to new tiles.
 
-        Where a piece gets no buffer, the pieces before it are given up with their `Written`.
+        If a tile gets no buffer, None is returned; the pieces before it end with `written`, which nobody has then.
         """
         written, lanes = Written(self._buffer_requests, self._uses), self._parts.lanes
         tile_bytes = self._parts.plan.budgets.activation_tile_bytes
-        self._release_read_tile()  # no backward pass is under way: its buffer can be written to
+        self._release_read_tile()  # others may have its buffer: a read that needs the tile again asks for it again
         mark: Mark | None = None
         while nbytes:
             request = self._open
@@ -254,7 +260,10 @@ class Activations:
         return written
 
     def _drop_copied(self, most_bytes: float = math.inf) -> None:
-        """Drop tensors that a device has copied; wait for copies while they hold more than `most_bytes`."""
+        """Drop the references to tensors that a device has copied.
+
+        While those left have more than `most_bytes`, wait for the oldest copy.
+        """
         held_bytes = sum(tensor.nbytes for _, tensor in self._in_transit)
         while self._in_transit:
             mark, tensor = self._in_transit[0]
@@ -262,7 +271,7 @@ class Activations:
                 return
             mark.wait()
             held_bytes -= tensor.nbytes
-            self._in_transit.popleft()
+            self._in_transit.popleft()  # last: if the wait is interrupted, the tensor is still kept
 
     def _stop_writing(self) -> None:
         """Release the open tile, and drop the tensors in transit that devices have copied."""
@@ -291,7 +300,7 @@ class Activations:
             return
         self._stop_writing()
         self._release_read_tile()
-        self._buffer_requests.wake()
+        self._buffer_requests.wake()  # `release` wakes nobody
 
     def _release_read_tile(self) -> None:
         """Release the tile that was read last, and kept for the next read."""
@@ -312,21 +321,26 @@ class Activations:
         if self._open is not None or self._in_transit:  # what the last write has left
             self._stop_writing()
         with self._read_lock:
-            last_read, self._last_read = self._last_read, None  # taken, as a signal handler may read, too
+            # The tile that the last call has kept may have the last piece. It is taken out of the attribute, as a
+            # signal handler may read, too.
+            last_read, self._last_read = self._last_read, None
             requests = {} if last_read is None else {last_read.tile: last_read}
             try:
                 self._read(written.pieces[::-1], target + sum(piece.nbytes for piece in written.pieces), requests)
                 self._release_read_tile()  # one that a signal handler has read
-                self._last_read = requests.pop(written.pieces[0].tile)
+                self._last_read = requests.pop(written.pieces[0].tile)  # kept for the next call
             finally:
                 for request in requests.values():
                     self._buffer_requests.release(request)
 
     def _read(self, pieces: list[Piece], end: int, requests: dict[int, _TileRequest]) -> None:
-        """Copy pieces, given last first, to memory that ends at address `end`; ask for the next tile meanwhile.
+        """Copy a tensor's pieces, given in reverse order, to memory that ends at address `end`.
 
-        The last tensor written is the first that backward reads, so the first tile is read last, and is kept for the
-        next call. `requests` has the present requests by tile; those that are left in it are the caller's to release.
+        Backward reads tensors in the reverse order of their writes. So pieces are copied from the last one back: the
+        tile of the first piece, which may also have the end of the tensor written before, is at hand for the next
+        call. While a piece is copied, the tile of the next one is asked for.
+
+        `requests` has the present requests by tile. Those that are left in it are the caller's to release.
         """
         for number, piece in enumerate(pieces):
             for wanted in pieces[number : number + 2]:  # this one, and the next

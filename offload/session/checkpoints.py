@@ -72,13 +72,14 @@ class Checkpoints:
             try:
                 self._save(folder, request)
             except OffloadError:
-                note_failure(folder, request)
+                note_failure(folder, request)  # so that other ranks do not wait for this one
                 raise
 
     def _manifest(self, request: SaveRequest) -> Manifest:
         """Return the manifest of a checkpoint of the state as it is now; records of tiles are added later."""
         layout, tables = self._parts.plan.layout, self._parts.tables
         layout = layout.renamed(request.names) if request.names else layout
+        # State that is rounded stochastically goes on alike only with the same seed and numbers of parameters.
         rounds = layout.state.format.rounds
         is_replica = request.replica  # another rank saves the state, so this manifest names none
         return Manifest(
@@ -97,10 +98,16 @@ class Checkpoints:
         )
 
     def _save(self, folder: Folder, request: SaveRequest) -> None:
-        """Begin a checkpoint, in the caller's turn; start over if a signal handler began another one meanwhile."""
+        """Begin a checkpoint, in the caller's turn.
+
+        First wait for the checkpoint before it, release what can be released, and visit subgroups whose state is not
+        ready to be saved. Then hand the save over to the machine. Start over if a signal handler has begun another
+        checkpoint, or set weights, in between.
+        """
         parts = self._parts
         parts.saves.wait_for_pending()
-        self._thread.check_usable()
+        self._thread.check_usable()  # it may have broken during the wait
+        # Release first what need not be kept: this save may have no room otherwise.
         if parts.saves.has_awaiting_mirror:
             self._release_now(parts.saves.release_deleted)
         if parts.saves.has_interrupted:
@@ -109,13 +116,14 @@ class Checkpoints:
         layout, index = parts.plan.layout, parts.machine.index
         # A checkpoint cannot refer to tiles in another session's store: their subgroups are written anew.
         foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
-        # Where another rank saves this rank's state, both go on with masters as they are saved.
-        due = {*foreign, *self._due_before_save(request.replica)}
-        if unmade := sorted(due | self._find_rewritten(folder, request, due)):
+        # Also with `replica`, where another rank saves this rank's state: both go on with masters as they are saved.
+        due_subgroups = {*foreign, *self._due_before_save(request.replica)}
+        if subgroups := sorted(due_subgroups | self._find_rewritten(folder, request, due_subgroups)):
+            # A visit that changes state gives it a new version. This one does `nothing` else but make state whole:
+            # masters are taken from weights, which stay as they are (`sets_weights`).
             masters = range(len(layout.parameters))
-            # Masters are taken from weights, which stay as they are (`sets_weights`).
             visitor = self._sweep_requests.make_visitor(nothing, changes=True, masters=masters, sets_weights=False)
-            self._request(folder.path, partial(self._thread.sweeps.begin, unmade, visitor, changes=True))
+            self._request(folder.path, partial(self._thread.sweeps.begin, subgroups, visitor, changes=True))
         if request.rank == 0:
             parts.saves.check_replaced(folder, commit_to_replace(folder))
         folder.prepare()
@@ -140,6 +148,7 @@ class Checkpoints:
         if machine.broken is not None:
             raise machine.broken
         manifest = self._manifest(request)
+        # State at home on a GPU, and fp32 weights, are copied to buffers and written from there.
         needs_buffers = parts.plan.bounce_bytes > 0 or any(s.weight_tiles for s in manifest.layout.subgroups)
         try:
             pending = parts.saves.open(folder, request, manifest, needs_buffers=needs_buffers)
@@ -148,11 +157,13 @@ class Checkpoints:
         except Exception as cause:  # nothing has begun, so it does not break the session
             raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
         machine.handle(BeginSave(pending.save))
-        save = saver.under_way
-        # Steps write to other slots than those that the checkpoint keeps, so there must be room for both.
+        save = saver.under_way  # None if it could not begin: `finished_save` says why
+        # Steps write to other slots than those that the checkpoint keeps, so there must be room for both. A copy goes
+        # to a sink, and keeps no slot.
         if save is not None and save.request.sink is None and not parts.allocate():
             parts.executor.submit(machine.take_operations())
             machine.handle(AbortSave(no_room()))
+        # The caller may change its weights once `save` has returned, so those that are masters are written before.
         pump(machine, parts.executor, lambda m: not saver.has_unwritten_weights or saver.finished_save is not None)
         if saver.finished_save is not None:
             _, error = saver.finished_save
@@ -161,9 +172,11 @@ class Checkpoints:
                 raise error
 
     def _due_before_save(self, is_replica: bool) -> list[int]:
-        """Return subgroups that a save has to visit first, as state is still to be made from weights.
+        """Return the subgroups that a save has to visit first.
 
-        Or fp32 weights, which are masters, were written to: a checkpoint may hold other bytes of this version.
+        These are subgroups whose masters are still to be taken from their weights (`is_due`), or whose state has
+        never been made (fresh). And those of fp32 weights, which are masters, that the user has written to: a
+        checkpoint may already hold other bytes under the number of their version, and a visit gives them a new one.
 
         Args:
             is_replica: Whether another rank saves this rank's state: state that was never changed need not be made.
@@ -175,24 +188,31 @@ class Checkpoints:
         return [n for n in numbers if tables.is_due(n) or machine.is_fresh(n) or tables.is_rewritten(n)]
 
     def _find_rewritten(self, folder: Folder, request: SaveRequest, known_to_be: Collection[int]) -> set[int]:
-        """Return subgroups, beside those that are known, whose fp32 weights are not what checkpoints hold any more.
+        """Return further subgroups whose fp32 weights were written to since an earlier checkpoint has saved them.
 
-        torch counts no writes through `.data` or NumPy. So weights that a checkpoint would share with an earlier one,
-        as no step has updated them since, are read and compared; mostly there are none.
+        The user may write through `.data` or NumPy, which torch does not count, so `_due_before_save` misses that.
+        Only weights that the checkpoint would share with an earlier one, as no step has updated them since, are read
+        and compared by their checksums; mostly there are none.
+
+        Args:
+            folder: Of the new checkpoint.
+            request: What is saved.
+            known_to_be: Subgroups that are visited in any case, and not compared.
         """
-        machine, found = self._parts.machine, set[int]()
+        machine, rewritten = self._parts.machine, set[int]()
         if request.replica or not self._parts.config.checksum:  # then there is nothing to compare
-            return found
+            return rewritten
         numbers = range(len(self._parts.plan.layout.subgroups))
-        held = [*chain.from_iterable(machine.held_weights(n).items() for n in numbers if n not in known_to_be)]
+        # (tile, record) of the weight tiles whose present version checkpoints hold.
+        held_tiles = [*chain.from_iterable(machine.held_weights(n).items() for n in numbers if n not in known_to_be)]
 
         def compare() -> None:
-            """Read the weights, on the engine thread."""
-            found.update(self._parts.saves.find_rewritten(held))
+            """Read and compare the weights, on the engine thread."""
+            rewritten.update(self._parts.saves.find_rewritten(held_tiles))
 
-        if held:
+        if held_tiles:
             self._request(folder.path, compare, needs_memory=False)
-        return found
+        return rewritten
 
     def _request(self, folder: str, begin: Callable[[], Sweep | None], *, needs_memory: bool = True) -> None:
         """Make a request that is part of a save; if it fails and the session goes on, raise that as the save's error.
@@ -206,9 +226,9 @@ class Checkpoints:
         except (ConfigError, InternalError):
             raise
         except OffloadError as error:
-            self._thread.check_usable()
+            self._thread.check_usable()  # raises if the session has broken
             of_save = save_error(folder, error)
-            raise of_save from of_save.__cause__  # which is not `error` if that is a save's error already
+            raise of_save from of_save.__cause__  # `error`; or its own cause, if it is a save's error itself
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed, for at most `timeout_s`, if given.
@@ -236,7 +256,8 @@ class Checkpoints:
     def mirror_folder(self, folder: str, rank: int = 0, ranks: int = 1, *, is_new: bool = True) -> None:
         """Queue a background copy of a framework's checkpoint folder to `OffloadConfig.mirror`, if there is a mirror.
 
-        All files of the folder are open when this returns, so the folder may be deleted. Once the copy is complete it
+        A folder of up to 256 files (`whole.MOST_OPEN`; fewer where a process may open few) may be deleted when this
+        returns, as its files are open then. A larger one has to stay until it is copied. Once the copy is complete it
         is marked so; then copies of sibling folders that have been deleted here are deleted from the mirror, too. If
         the copy cannot be begun, that is logged.
 
@@ -352,10 +373,14 @@ class Checkpoints:
             self._release_now(release)
 
     def _release_now(self, release: Callable[[], Sequence[int]]) -> None:
-        """Release checkpoints, in the caller's turn: `release` does, and returns their numbers; free their slots."""
+        """Release checkpoints, and have the machine free their store slots; in the caller's turn.
+
+        Args:
+            release: Releases them, and returns the numbers of their saves.
+        """
 
         def begin() -> None:
-            """Release on the engine thread, where no interrupt comes between."""
+            """Do both on the engine thread, where no interrupt comes between them."""
             for number in release():
                 self._parts.machine.handle(ReleaseSave(number))
 
@@ -398,7 +423,7 @@ class Checkpoints:
             )
             parts.saves.wait_for_pending()
             self._thread.check_usable()
-            take_over = None
+            take_over = None  # unless tiles of the checkpoint can be used where they lie
             if isinstance(checkpoint, Checkpoint):
                 manifest = self._require_stores(checkpoint, layout, restorer, rank, ranks)
                 if manifest is not None:
@@ -408,7 +433,7 @@ class Checkpoints:
                 """Set the step counts, and drop the buffers through which state was read."""
                 restorer.restore_step_counts()
                 sweeps.step_number = checkpoint.step
-                checkpoint.use_read_buffer(0, 0)
+                checkpoint.use_read_buffer(0, 0)  # zeros: through memory of its own again
                 self._thread.drop_checkpoint_buffers()
 
             begin = partial(self._begin_load, checkpoint, layout, restorer, take_over)
@@ -424,28 +449,41 @@ class Checkpoints:
                     ) from error
                 raise
             if isinstance(checkpoint, Checkpoint) and take_over is None:
-                # On the engine thread, where no interrupt comes between a lock and taking note of it.
+                # On the engine thread, where no interrupt comes between a lock and taking note of it. A takeover has
+                # noted the checkpoint itself.
                 self._thread.request(partial(parts.saves.keep_loaded, checkpoint, rank, ranks))
 
     def _require_stores(
         self, checkpoint: Checkpoint, layout: Layout, restorer: Restorer, rank: int, ranks: int
     ) -> Manifest | None:
-        """Return the manifest if its tiles can be used where they lie; raise if stores that are read are missing."""
+        """Open the stores that a load reads: of one rank if its tiles can be used where they lie, else of all needed.
+
+        Returns:
+            The manifest of that one rank; None if tiles have to be copied.
+
+        Raises:
+            CheckpointError: A store is missing.
+        """
         manifest = manifest_in_place(checkpoint, layout, restorer.saved_names, rank, ranks)
-        named = enumerate(zip(layout.parameters, restorer.saved_names, strict=True))
-        restored = (replace(parameter, name=name) for n, (parameter, name) in named if n not in restorer.anew)
+        # The parameters that are read, under their names in the checkpoint:
+        pairs = enumerate(zip(layout.parameters, restorer.saved_names, strict=True))
+        restored = (replace(parameter, name=name) for n, (parameter, name) in pairs if n not in restorer.anew)
         needed_ranks = [manifest.rank] if manifest is not None else sorted(checkpoint.ranks_with(restored))
-        for needed in needed_ranks:
-            checkpoint.require(needed)
+        for saving_rank in needed_ranks:
+            checkpoint.require(saving_rank)
         return manifest
 
     def _begin_load(
         self, checkpoint: StateSource, layout: Layout, restorer: Restorer, take_over: Callable[[], None] | None
     ) -> Sweep:
-        """Take over what can stay in place, and begin the sweep that copies the rest; on the engine thread."""
+        """Take over tiles that can stay in place, and begin the sweep that copies all other state.
+
+        On the engine thread. With `take_over`, tiles of streamed subgroups stay in place, and the sweep has resident
+        subgroups alone.
+        """
         parts, sweeps = self._parts, self._thread.sweeps
         self._thread.settle()
-        self._thread.note_save_end()
+        self._thread.note_save_end()  # before buffers are made, as the end of a save drops them
         copied = [
             subgroup.index
             for subgroup in layout.subgroups
@@ -458,13 +496,13 @@ class Checkpoints:
         if take_over is not None:
             copied = [number for number in copied if parts.plan.is_resident(number)]
             take_over()
-        checkpoint.use_read_buffer(*buffers)
+        checkpoint.use_read_buffer(*buffers)  # last: `take_over` reads through the staging slots
         return sweeps.begin(copied, restorer.restore, changes=True, overwrites=True)
 
     def _take_over(
         self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int, ranks: int
     ) -> None:
-        """Use a checkpoint's tiles of streamed subgroups where they lie, and make weights of their masters.
+        """Use a checkpoint's tiles of streamed subgroups where they lie, and set weights from the masters in them.
 
         On the engine thread. An error breaks the session, as part of the state has been replaced.
         """
@@ -473,7 +511,7 @@ class Checkpoints:
         takeover = parts.saves.take_over(checkpoint, manifest, machine.index, parts, rank, ranks)
         # Other checkpoints in these stores may hold tiles of later steps, with versions that must not be used again.
         versions = (record.step for records in takeover.pinned_records.values() for record in records.values())
-        self._thread.sweeps.version = max(self._thread.sweeps.version, *versions, 0)
+        self._thread.sweeps.version = max(self._thread.sweeps.version, *versions, 0)  # 0: there may be none
         streamed = [subgroup for subgroup in layout.subgroups if not parts.plan.is_resident(subgroup.index)]
         tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
         records = {tile: takeover.records[tile] for tile in tiles}

@@ -1,8 +1,8 @@
 """`Engine`: one session, the owner of every lifetime, and the public interface of `offload/session`.
 
-A session has one engine thread, which owns machine and executor. Public methods may be called from any thread, one
-at a time; they post a request to the engine thread and wait for its answer. Between requests the engine thread
-finishes flushes.
+A session has one engine thread. It owns the machine (`offload.schedule`), which decides what is done next, and the
+executor (`offload.engine`), which does it. Public methods may be called from any thread, one at a time; they post a
+request to the engine thread and wait for its answer. Between requests the engine thread finishes flushes.
 
 Errors: a request on a session that was closed, that broke, or that belongs to another process (after a fork) raises
 `SessionBrokenError`. A step that cannot be finished raises `StepAbortedError` and breaks the session. If it fails
@@ -94,11 +94,12 @@ class Engine:
     ) -> None:
         self.config = config or OffloadConfig()
         if self.config.shard:
-            combinations.ENGINE_SHARDS.refuse("shard", True)
+            combinations.ENGINE_SHARDS.refuse("shard", True)  # parameters say which pieces they are
         _, rank_count = among or (0, None)
         # Threads that are started within this block stay on the rank's cores.
         with cpu_affinity(cores_of_rank(*among) if among is not None else frozenset()):
             if isinstance(device, torch.device):
+                # Here, as sessions without a GPU do not need it.
                 from offload.device.accelerator import AcceleratorDevice
 
                 device = AcceleratorDevice(device)
@@ -130,7 +131,7 @@ class Engine:
                     self.close()
                     raise
             except BaseException:
-                device.close()  # which `close` does only if the lanes have been made
+                device.close()  # `self.close` closes it only if parts were opened; closing it twice does no harm
                 raise
 
     # State of affairs
@@ -166,13 +167,15 @@ class Engine:
         self._thread.wait_pending()
         self._parts.executor.take_timed()
         last, present = self._thread.sweeps.last, self._thread.sweeps.account
+        # Once the next step's account is open, `present` is that one and not `last`: its timeline goes on from there.
         return [*last.timeline, *present.timeline] if present is not last else [*last.timeline]
 
     @property
     def last_step(self) -> StepAccount:
         """The account of the last step that has ended."""
         sweeps = self._thread.sweeps
-        if sweeps.account is sweeps.last:  # else intervals that a GPU has timed belong to the next step
+        # `take_timed` adds what a GPU has timed to the present account, which is the next step's once that is open.
+        if sweeps.account is sweeps.last:
             self._parts.executor.take_timed()
         return sweeps.last
 
@@ -257,8 +260,8 @@ class Engine:
             OffloadError: Paths have failed; state that they did not take is still in memory, and training goes on.
         """
         parts, thread = self._parts, self._thread
-        parks: list[PendingPark] = []
-        self.activations.release_tiles()
+        parks: list[PendingPark] = []  # `begin` puts its result here
+        self.activations.release_tiles()  # else a tile that is kept for the next write or read would count as in use
         with thread.turn():
             if wait:
                 parts.saves.wait_for_pending()
@@ -303,12 +306,13 @@ class Engine:
                 # A signal handler may have added other parameters since the plan was made.
                 parts.use_plan(plan if parts.plan is before else parts.plan_with(tuple(parameters)))
 
+            # The plan changes between saves only.
             parts.saves.wait_for_pending()
             thread.request(extend)
 
     def bind_weight(self, parameter: int | str, address: int) -> None:
         """Say where a parameter's weight lies: contiguous, in the parameter's dtype."""
-        self._sweep_requests.wait_for([parameter])
+        self._sweep_requests.wait_for([parameter])  # a pending step may still write to the present address
         self._parts.tables.weights[self._parts.position(parameter)] = address
 
     def reload_master(self, parameter: int | str, *, whole: bool = True) -> None:
@@ -320,24 +324,29 @@ class Engine:
             parameter: Which one.
             whole: Set all elements; else only those whose 16-bit weight is not what the master rounds to.
         """
+        # Else a visit of a pending step that is still to come would take the master, and end the mark.
         self._sweep_requests.wait_for([parameter])
         flag = SegmentFlag.LOAD_MASTER if whole else SegmentFlag.MATCH_MASTER
         self._parts.tables.mark_master_due(self._parts.position(parameter), flag)
 
     def speculate(self, on: bool) -> None:
-        """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
+        """Update streamed subgroups during backward from now on, each as soon as all its gradients are there.
 
-        With `overlap` "backward" and "both" this is on from the beginning. A step that would compute the same bits
-        takes over the new version of a subgroup; else that version is revoked. The caller says what the step
-        would use as each pass begins (`gradients.foresee`; `offload.optim.hiding.Announcer` does it): else nothing is
-        updated. With weights on a GPU the CPU makes these updates. Gradients are copied to the host during backward
-        (`arrived`), or stay on the GPU until an update is about to read them (`final`). With `gradient_memory`, where
-        gradients leave for the paths, this does nothing. An engine without gradient slots reads bound gradients.
+        With `overlap` "backward" and "both" this is on from the beginning. Such an update makes a new version of the
+        subgroup. A step that would compute the same bits confirms that version; else it is revoked.
+
+        As each pass begins, the caller says what the step would use (`gradients.foresee`;
+        `offload.optim.hiding.Announcer` does it): in a pass without that nothing is updated. With weights on a GPU
+        the CPU makes these updates. Gradients are copied to the host during backward (`arrived`), or stay on the GPU
+        until an update is about to read them (`final`). An engine without gradient slots reads bound gradients.
+
+        This does nothing where no state is streamed, and with `gradient_memory`, where gradients leave for the paths.
 
         Args:
-            on: False: no more from the next step on.
+            on: Whether to update during backward; False: no more from the next step on.
         """
         if self.plan.updates_in_backward:
+            # While this is on, a GPU's lanes wake the engine thread when gradients reach host memory.
             self._parts.lanes.wakes = on
             self._thread.speculation.is_on = on
 
@@ -385,10 +394,11 @@ class Engine:
             if not scale or not math.isfinite(scale):
                 raise ConfigError("scale", scale, "give a finite number that is not 0")
             self._check_bound(positions)
-            parts.count_leftovers()
+            parts.count_leftovers()  # which does something before the first step alone
             if pending is not None:
                 parts.config.check_goes_on()  # refuses where GPU memory is borrowed, which forward needs
             started_s = time.monotonic()
+            # What the update gets of each parameter: scalars, flags, addresses of weight and gradient.
             tables.step_rows = tables.rows(groups, scale, clip, positions, parts.gradients.bound_at())
             # A pending step keeps the order of `active`, in which forward needs the weights.
             subgroups = tables.step_rows.subgroups if pending is not None else sorted(tables.step_rows.subgroups)
@@ -420,6 +430,7 @@ class Engine:
     def _check_bound(self, positions: list[int]) -> None:
         """Raise `ConfigError` unless weights and gradients of some parameters are bound; empty ones need not be."""
         tables = self._parts.tables
+        # Address 0: it is not bound.
         is_unbound = (tables.weights[positions] == 0) | (tables.gradients[positions] == 0)
         for number in np.flatnonzero(is_unbound):
             parameter = self._parts.plan.layout.parameters[positions[number]]
@@ -456,6 +467,7 @@ class Engine:
         """
         self._thread.finish_pending()
         if on_gpu:
+            # The caller's stream has been ordered after the new weights: here, or by the step's own request.
             self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False).wait()
 
     def close(self) -> None:
@@ -467,7 +479,7 @@ class Engine:
         the background when the device answers.
         """
         self._shutdown.close()
-        if self._shutdown.work is not None:  # else it was put off to the end of the request under way
+        if self._shutdown.work is not None:  # else closing was put off to the end of the turn under way
             self._finalizer.detach()
 
     def __enter__(self) -> Engine:

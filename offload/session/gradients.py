@@ -25,13 +25,14 @@ class Gradients:
         self._sweep_requests = sweep_requests
 
     def begins_pass(self, parameter: int | str, is_last: bool | Callable[[], bool] | None = None) -> bool:
-        """Note of which pass a gradient is about to arrive; return whether to call `foresee` before it does.
+        """Say that a gradient is about to arrive, and of which pass; return whether to call `foresee` before it does.
 
         Args:
             parameter: Whose gradient it is.
             is_last: Whether its pass is the last before a step, or a function that says so, which is called only if
-                updates are made in backward. If it is None, or no pass has been said not to be the last, a gradient
-                is final at its n-th arrival, n being the number of arrivals before the last step.
+                updates are made in backward. Where passes that are not the last are said to be so, gradients are
+                final in the last pass. Else, or if it is None, a gradient is final at its n-th arrival, n being the
+                number of its arrivals before the last step.
 
         Returns:
             Whether updates are made in backward and a pass begins with this gradient.
@@ -43,7 +44,7 @@ class Gradients:
         return speculation.announce_arrival(self._parts.position(parameter), is_last_pass)
 
     def foresee(self, groups: Sequence[Any], kept: Sequence[torch.Tensor], scale: float | None = None) -> None:
-        """Say what the step would use if it were called now. In a pass without this call nothing is updated.
+        """Say, as a pass begins, what the step would use now. In a pass without this call nothing is updated.
 
         Args:
             groups: Hyperparameters of all groups; see `Engine.step`.
@@ -54,7 +55,11 @@ class Gradients:
         self._thread.speculation.foresee(groups, kept, scale)
 
     def announce(self, parameter: int | str) -> None:
-        """Say that a gradient is about to arrive whose memory is freed then: see `PathGradients.announce`."""
+        """Say that the caller is about to take a gradient out of `.grad`, and then calls `arrived` with it.
+
+        With `gradient_memory`, if an interrupt comes between the two, the pass counts as incomplete; else this does
+        nothing. See `PathGradients.announce`.
+        """
         self._parts.gradients.announce(self._parts.position(parameter))
 
     def slot(self, parameter: int | str) -> torch.Tensor:
@@ -82,7 +87,7 @@ class Gradients:
             `wait`, has them copied. The first gradient of a parameter for which `stays` is true is read, and added
             to, until the step has returned.
         """
-        if self._thread.pending is not None:  # it may still read the parameter's gradient
+        if self._thread.pending is not None:  # it may still read the parameter's last gradient
             self._sweep_requests.wait_for([parameter])
         self._thread.check_usable()
         self.take_memory()
@@ -96,15 +101,17 @@ class Gradients:
         self._thread.take_memory()
 
     def final(self, parameter: int | str, gradient: torch.Tensor) -> None:
-        """Say that a parameter's gradient lies where the step will read it, unless more of it comes.
+        """Say that a parameter's gradient lies where the step will read it, unless a further pass adds to it.
 
-        See `Engine.speculate`. A gradient on an accelerator is copied to its slot when an update is about to read it.
+        An update during backward may then use it (see `Engine.speculate`). A gradient on an accelerator is copied to
+        its slot when an update is about to read it.
 
         Args:
             parameter: Which one.
             gradient: All that this rank has of it, contiguous; kept until the next step, if it is read before. On an
                 accelerator it is complete once the caller's stream has done its present work.
         """
+        # A pending step may still read the parameter's last gradient.
         self._sweep_requests.wait_for([parameter])
         self._thread.check_usable()
         position = self._parts.position(parameter)
@@ -135,7 +142,8 @@ class Gradients:
                 self._parts.lanes.device.record_use(gradient)
             self._parts.gradients.forget()  # orders the caller's stream after work that reads them
             # A request revokes updates that were made from dropped gradients. As no gradient is here now, placements
-            # can be reviewed, too, at the price of a wait for the pending step.
+            # can be reviewed, too, at the price of a wait for the pending step. Of a session that was closed or has
+            # broken meanwhile nothing has to be revoked.
             if self._thread.speculation.drop_arrivals() or self._sweep_requests.placement_review.due:
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._sweep_requests.placement_review.review)
@@ -169,14 +177,18 @@ class Gradients:
     def bind(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
         """Say where a parameter's gradient lies, for the next norm and step to read.
 
+        If a step is pending, wait first until it has updated the parameter.
+
         Args:
             parameter: Which one.
             address: Its first element, at any alignment.
             dtype: Its element type.
-            gathered: Whether `arrived` took its norm. On the CPU the norm is taken anew if any bit of the gradient
-                has changed since; False saves the comparison.
+            gathered: Whether `arrived` took its norm. False: the norm is taken when it is asked for. On a GPU False
+                also forgets the parameter's gradients that have arrived, as this one takes their place. On the CPU
+                True may be given even if the gradient has changed since: its norm is then taken anew, after a
+                comparison, which False saves.
         """
-        self._sweep_requests.wait_for([parameter])
+        self._sweep_requests.wait_for([parameter])  # a pending step may still read the gradient that is bound now
         self._parts.gradients.bind(self._parts.position(parameter), address, dtype, gathered)
 
     def norm_sq(self, parameters: Iterable[int | str]) -> float:
@@ -192,5 +204,5 @@ class Gradients:
     def norms_sq(self, parameters: Iterable[int | str]) -> list[float]:
         """Return the squared L2 norm of each of the bound gradients; see `norm_sq`."""
         self._thread.check_usable()
-        self.take_memory()
+        self.take_memory()  # norms are summed in memory that `park` gives back
         return self._parts.gradients.norms_sq([self._parts.position(parameter) for parameter in parameters])

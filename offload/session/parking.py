@@ -44,6 +44,7 @@ def check_keep_host(keep_host: object, sizes: Mapping[str, object]) -> None:
     Raises:
         ConfigError: `sizes` has an argument, or `keep_host` is no bool.
     """
+    # Any size is refused, and of `keep_host` anything but a bool.
     for name, value in (*sizes.items(), ("keep_host", keep_host)):
         if name != "keep_host" or not isinstance(value, bool):
             advice = "nothing stays by park(), and what host_memory has room for by park(keep_host=True)"
@@ -141,21 +142,23 @@ class Parking:
         """
         machine = self._parts.machine
         self._check_may_park()
+        # State at home in host memory stays first, up to the budget; then state from the GPU, in what is left of it.
         host_bytes = self._parts.plan.budgets.host_bytes if keep_host else 0
-        leaving, staying = self._split(self._in_memory_of(Home.HOST), host_bytes)
+        leaving_host, staying = self._split(self._in_memory_of(Home.HOST), host_bytes)
         on_gpu = self._in_memory_of(Home.GPU)
         leaving_gpu, to_host = self._split(on_gpu, host_bytes - self._parts.plan.state_bytes_of(staying))
-        self._check_room((*leaving, *leaving_gpu))
-        if self.is_parked and on_gpu:
-            on_host = tuple(self._host_copies.places) if self._host_copies is not None else ()
-            if to_host == on_host:
-                leaving_gpu = to_host = ()  # the last park has put them where they may stay
+        self._check_room((*leaving_host, *leaving_gpu))
+        if self.is_parked and on_gpu:  # then the last park has copied this state to host memory
+            copied_before = tuple(self._host_copies.places) if self._host_copies is not None else ()
+            if to_host == copied_before:
+                leaving_gpu = to_host = ()  # it stays where it is
             else:
-                self._reallocate_memory()  # with which all of them go back to the GPU first
-        moves_bytes = self._parts.plan.state_bytes_of((*leaving, *leaving_gpu, *machine.staging.dirty))
+                self._reallocate_memory()  # which first copies all of it back to the GPU
+        moves_bytes = self._parts.plan.state_bytes_of((*leaving_host, *leaving_gpu, *machine.staging.dirty))
         self._staged_before = tuple(machine.slots) or self._staged_before  # a second park finds the slots empty
         self._last_number += 1
-        batches = deque((leaving, *self._batches(leaving_gpu)))
+        # The first batch may be empty: its eviction flushes and empties the staging slots, too.
+        batches = deque((leaving_host, *self._batches(leaving_gpu)))
         self._pending = pending = PendingPark(batches, to_host, moves_bytes, started_s=time.monotonic())
         try:  # from now on a gradient that arrives takes memory first
             pending.kept_ranges = accepted()
@@ -178,7 +181,7 @@ class Parking:
         return [number for number in numbers if not machine.is_fresh(number) and not machine.is_evicted(number)]
 
     def _split(self, numbers: Sequence[int], most_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return which subgroups leave memory, and which stay, so that no more than `most_bytes` of state stay."""
+        """Return which subgroups leave memory, and which stay: in their order, each that still fits `most_bytes`."""
         leaving, staying = list[int](), list[int]()
         left_bytes = most_bytes
         for number in numbers:
@@ -199,13 +202,17 @@ class Parking:
         if needed and not parts.plan.budgets.paths:
             advice = "give paths, or let it stay: park(keep_host=True)"
             raise InfeasiblePlanError("the state that leaves memory", needed, {"paths": 0}, advice)
+        # `lent`: in room that planned checkpoints leave.
         missing = parts.machine.index.missing_bytes(Counter(nbytes for _, _, nbytes in tiles), lent=True)
         if missing:
             offers = {"room on the paths beside planned checkpoints": max(0, needed - missing)}
             raise InfeasiblePlanError("the state that leaves memory", needed, offers, advice)
 
     def _batches(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Cut subgroups at home on the GPU into batches that fit into unused host memory, through which they pass."""
+        """Cut subgroups at home on the GPU into batches, each of which fits into unused host memory.
+
+        Their state passes through that memory to the paths, or back, one batch at a time.
+        """
         if not numbers:
             return []
         subgroups = self._parts.plan.layout.subgroups
@@ -220,7 +227,10 @@ class Parking:
         return [tuple(batch) for batch in batches]
 
     def _unused_host_memory(self, nbytes: int) -> tuple[int, int]:
-        """Return address and size of `nbytes` or more of host memory that holds nothing; it may be allocated now."""
+        """Return address and size of `nbytes` or more of host memory that holds nothing; it may be allocated now.
+
+        These are the staging slots if they are large enough and no subgroup is in one.
+        """
         return self._parts.memory.scratch(nbytes, staging=not self._parts.machine.slots)
 
     def is_due(self) -> bool:
@@ -230,15 +240,19 @@ class Parking:
             return False
         if machine.broken is not None or self._finished_batch is not None:
             return True
-        if pending.eviction is not None or machine.is_evicting:
+        if pending.eviction is not None or machine.is_evicting:  # a batch is being written, or an earlier park's is
             return False
+        # A save may still read state, and some state may still be on its way back from the GPU.
         nothing_moves = machine.saver.under_way is None and Phase.BUSY not in machine.phases
         # Tiles of discarded activations, too, may still be on their way from and to buffers.
         return nothing_moves and not machine.scratch["activations"].owners
 
     @property
     def _finished_batch(self) -> tuple[Evict, Exception | None] | None:
-        """The present batch and its error or None, once it has ended; the end of any other batch is ignored."""
+        """The present batch's eviction, with its error or None, once it has ended; None before.
+
+        The end of an eviction that an earlier park has begun is ignored.
+        """
         finished, pending = self._parts.machine.finished_eviction, self._pending
         is_of_batch = finished is not None and pending is not None and finished[0] is pending.eviction
         return finished if is_of_batch else None
@@ -250,6 +264,7 @@ class Parking:
             return
         machine, finished = self._parts.machine, self._finished_batch
         machine.take_finished_eviction()
+        # Before the first batch nothing has finished, and there is no error unless the machine has broken.
         error = machine.broken if machine.broken is not None or finished is None else finished[1]
         if error is None:
             try:
@@ -267,18 +282,20 @@ class Parking:
         """Begin to write the next batch to the paths."""
         parts, batch = self._parts, pending.batches.popleft()
         self._check_room(batch)  # again: a path may have failed since `begin`
-        if any(parts.plan.homes[number] is Home.GPU for number in batch):  # then all are
+        # All of a batch has one kind of home. State from the GPU is copied to host memory, and written from there.
+        if any(parts.plan.homes[number] is Home.GPU for number in batch):
             parts.lanes.copy_to_host(as_pieces(self._copies(self._place_on_host(batch))))
         self._last_number += 1
         pending.eviction = Evict(self._last_number, batch)
-        parts.allocate()
+        parts.allocate()  # the slots that steps need get their room first
         parts.machine.handle(pending.eviction)
         parts.executor.submit(parts.machine.take_operations())
 
     def _place_on_host(self, batch: Sequence[int], address: int | None = None) -> Mapping[int, int]:
-        """Choose host addresses for a batch at home on the GPU, from `address` on or in unused memory; return them.
+        """Give the subgroups of a batch at home on the GPU temporary homes in host memory; return their addresses.
 
-        Until the next `set_temporary_homes`, the engine looks for these subgroups' state there. Nothing is copied.
+        They lie one after another, from `address` on or (None) in unused memory. Until the next `set_temporary_homes`
+        the engine looks for these subgroups' state there. Nothing is copied.
         """
         subgroups = self._parts.plan.layout.subgroups
         sizes = [subgroups[number].state_bytes for number in batch]
@@ -311,7 +328,9 @@ class Parking:
         self._kept_ranges = kept_ranges
         try:
             freed_bytes = memory.discard_pages(kept_ranges)
-        finally:  # `arrived` on other threads reads it, to take memory again before writing to slots
+        finally:
+            # Even after an error, as some memory may be gone: threads that write gradients to slots read this, and
+            # take memory again first.
             self.is_parked = True
         self._report(pending, freed_bytes)
 
@@ -352,7 +371,11 @@ class Parking:
         self._parts.lanes.memory.free_all()
 
     def _predicted_back_s(self, freed_bytes: int) -> float:
-        """Return the seconds predicted for taking memory again and reading back state that has left it."""
+        """Return the seconds predicted for taking memory again and reading back state that has left it.
+
+        That is state that was evicted from its home, and state that lay in staging slots. State at home on the GPU is
+        also sent there.
+        """
         parts, machine, homes = self._parts, self._parts.machine, self._parts.plan.homes
         evicted = [number for number in range(len(homes)) if machine.is_evicted(number)]
         read_bytes = Counter[int]()  # by path
@@ -379,7 +402,7 @@ class Parking:
         if pending is None:
             return
         machine = self._parts.machine
-        if not machine.is_evicting:  # else flushes still read the places of the present batch
+        if not machine.is_evicting:  # else flushes still read the temporary homes of the present batch
             self._parts.memory.set_temporary_homes(self._host_copies.places if self._host_copies is not None else {})
         elif machine.broken is None:
             machine.handle(StopEviction())
@@ -436,6 +459,7 @@ class Parking:
         if needed > available:
             advice = "free memory: the session stays parked, and nothing is lost"
             raise InfeasiblePlanError("memory of a parked session", needed, {"what is free": available}, advice)
+        # By memory node: bytes that are to lie there, and do not now.
         missing = {node: meant - here for node, (meant, here, _) in parts.memory.on_nodes().items()}
         check_free(missing, "free memory there: the session stays parked, and nothing is lost")
         with contextlib.ExitStack() as undo:
@@ -458,6 +482,7 @@ class Parking:
         homes = enumerate(parts.plan.homes)
         evicted = [number for number, home in homes if home is Home.GPU and machine.is_evicted(number)]
         for batch in self._batches(evicted):
+            # The sweep fetches state to these places, as long as they are set.
             places = self._place_on_host(batch)
 
             def visit(run: RunVisit, places: Mapping[int, int] = places) -> None:

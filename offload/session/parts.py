@@ -123,8 +123,9 @@ class SessionParts:
         self.ends = contextlib.ExitStack()  # frees all parts, the last made first, whatever the others raise
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
+            # With `gradient_memory` they pass through buffers.
             exist=gradient_slots and config.gradient_memory is None,
-            needs_buffers=not config.keep_grads,
+            needs_buffers=not config.keep_grads,  # with `keep_grads` torch adds up the passes in `.grad`
             passing_bytes=passing_bytes,
         )
 
@@ -133,7 +134,7 @@ class SessionParts:
         # By default no more threads than there are CPUs near the memory nodes that the config names, if it does.
         self._threads = config.threads or min(most_threads, len(near_cpus) or most_threads)
         self._update_cpus = near_cpus if self._threads <= len(near_cpus) else frozenset[int]()
-        """CPUs that updates run on; empty for all."""
+        """CPUs that updates run on; empty for all, also if more threads are wanted than CPUs are near."""
         self._store = uuid.uuid4()
 
     def _make_gradients(self, filler: Filler) -> GradientStore:
@@ -166,7 +167,9 @@ class SessionParts:
         if known_rates is not None:
             known_rates = dataclasses.replace(known_rates, nodes=self._node_rates)
         budgets = self._lay_out_and_plan(parameters, known_rates)
-        saves_end = self.ends.enter_context(contextlib.ExitStack())  # ended after lanes: saves lock what these use
+        # `ends` closes in reverse order. Made before the lanes, so that `Saves.close` comes after they are closed: it
+        # releases the locks of stores that they use.
+        saves_end = self.ends.enter_context(contextlib.ExitStack())
         self._open_lanes(filler)
         self._tune_and_measure(known_rates, budgets, caller_mark)
         self.plan = self._allocate_on_device(self.plan, self._empty)
@@ -193,7 +196,7 @@ class SessionParts:
         )
         self.ends.callback(self.executor.close)
         self.executor.use_plan(self.plan)
-        self.ends.callback(self._tell_tiers_kept_slots)
+        self.ends.callback(self._tell_tiers_kept_slots)  # last, so that it is called first, before tiers are closed
         self.is_whole = True
 
     def _make_index(self) -> TileIndex:
@@ -203,9 +206,13 @@ class SessionParts:
         return TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
 
     def _with_exact_marked(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-        """Return parameters, with those marked whose state a compact format stores in exact form."""
-        if not self._empty.state.format.shares_scales:
+        """Return parameters, with `exact` set for those whose state is stored exactly even in a compact format.
+
+        Warn once if the setting `exact_names` can match none, as parameters were given without names.
+        """
+        if not self._empty.state.format.shares_scales:  # then all state is stored alike
             return parameters
+        # Names that were made up for parameters without one.
         is_nameless = any(parameter.name.startswith("param_groups[") for parameter in parameters)
         if is_nameless and self.config.exact_names and not self._is_nameless_logged:
             self._is_nameless_logged = True
@@ -243,7 +250,8 @@ class SessionParts:
         layout = self._lay_out(parameters)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes)
-        # A store that is gone on in grows up to `max_bytes` like any other: it is room where less than that is free.
+        # A session that resumes from a checkpoint goes on in the stores of the ended one: they count as room, too.
+        # Of a path with `max_bytes` they count up to what its offer leaves of these bytes.
         most_bytes = {
             path.path: (UNLIMITED_BYTES if path.max_bytes is None else path.max_bytes) - offer.available_bytes
             for path, offer in zip(config.path_configs, budgets.paths, strict=True)
@@ -255,7 +263,7 @@ class SessionParts:
         def plan_within(budgets: Budgets) -> Plan:
             """Return a plan within budgets: the fastest if rates are known; else `_tune_and_measure` plans again."""
             if known_rates is None:
-                node_rates_only = Rates(1.0, nodes=self._node_rates)
+                node_rates_only = Rates(1.0, nodes=self._node_rates)  # 1.0: the CPU's rate, which is not used here
                 plan = make_plan(layout, fastest_nodes_first(budgets, node_rates_only))
             else:
                 plan = choose_plan(layout, budgets, known_rates, config.placement)
@@ -298,9 +306,10 @@ class SessionParts:
             )
 
     def count_leftovers(self) -> None:
-        """Before a step: from the first one on, only stores of the checkpoint that was loaded count as room.
+        """At the first step, count as room on the paths only the stores of the checkpoint that was loaded, if any.
 
-        Until then the plan counts those of the checkpoint with most: any may be loaded.
+        Until then the plan counts the stores of the checkpoint that has most in them, of all that ended sessions have
+        left: any may still be loaded. Later calls do nothing.
 
         Raises:
             InfeasiblePlanError: Checkpoints that the user requires have no room.
@@ -313,13 +322,16 @@ class SessionParts:
             plan = dataclasses.replace(self.plan, budgets=budgets)
             refuse_without_checkpoints(plan)
             had_room = self.plan.has_room_for_checkpoints
-            self.plan = self.views.plan = plan
+            self.plan = self.views.plan = plan  # machine and lanes never ask for leftover bytes
             if had_room:  # else a warning was given
                 self._warn_without_checkpoints()
         self._leftover_bytes = {}
 
     def _open_lanes(self, filler: Filler) -> None:
-        """Allocate the plan's memory, and open tiers and kernel; `ends` closes lanes before their memory is freed."""
+        """Open tiers and kernel, and allocate the plan's host memory.
+
+        `ends` closes in reverse order: all that uses memory is closed before memory is freed.
+        """
         config = self.config
         self.ends.callback(self.memory.close)
         self.ends.callback(self._close_tiers)
@@ -338,7 +350,11 @@ class SessionParts:
         self.tables.extend(self.plan.layout)
 
     def _tune_and_measure(self, known_rates: Rates | None, budgets: Budgets, caller_mark: Mark) -> None:
-        """Tune the depth of paths; unless rates are known, measure them, and plan again by them."""
+        """Tune the depth of paths; unless rates are known, measure them, and plan again by them.
+
+        Staging slots serve as buffers for both. With several memory nodes homes may move, as no state lies in them
+        yet; else the new plan keeps them.
+        """
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
@@ -374,8 +390,8 @@ class SessionParts:
     def allocate(self) -> bool:
         """Make the store slots that the plan needs, and allocate their space on paths; return whether all are there.
 
-        No other process can take the space then. While some is missing, a step may fail for want of it, so no save
-        keeps slots on the paths then (`Checkpoints._begin_save`).
+        No other process can take space that is allocated. While some is missing, a step may fail for want of it, so
+        no save keeps slots on the paths until all are there (`Checkpoints._begin_save`). Missing room is logged once.
         """
         index = self.machine.index
         if index.has_needed_slots or not self.tiers:
@@ -402,7 +418,7 @@ class SessionParts:
             log.log(level, "room that steps may need is not there (%s): one of them may fail", error)
             self._is_missing_room_logged = True
         else:
-            if has_ended:
+            if has_ended:  # else a path hangs: `_is_allocating` stays set until it answers
                 self._is_missing_room_logged = False
                 self.machine.handle(Allocated(ends))
         return index.has_needed_slots
@@ -447,7 +463,7 @@ class SessionParts:
         except InfeasiblePlanError:
             # It may need larger staging slots, and the present ones are in use: cut the new state to their size.
             fitting_numel = before.layout.state.fitting_numel(before.slot_bytes)
-            if fitting_numel >= self._subgroup_numel or not before.staging_slots:
+            if fitting_numel >= self._subgroup_numel or not before.staging_slots:  # smaller subgroups would not help
                 raise
             layout = extend_layout(before.layout, parameters, fitting_numel, self._tile_bytes)
             return plan_to_fit(self.config, budgets, partial(self._extend_plan, layout), available_bytes(), before)
@@ -455,8 +471,8 @@ class SessionParts:
     def _extend_plan(self, layout: Layout, budgets: Budgets) -> Plan:
         """Return the present plan extended to a larger layout within budgets."""
         before = self.plan
-        # Buffers may become larger, but no fewer, as they may hold gradients: raise the budget to what as many take.
-        # `LEAST_BUFFERS` of them need none.
+        # Gradient buffers may become larger, but no fewer, as they may hold gradients: raise the budget to what the
+        # same number of larger ones takes. `LEAST_BUFFERS` of them are there whatever the budget is.
         if before.gradient_buffers:
             buffer_bytes = dataclasses.replace(before, layout=layout).gradient_buffer_bytes
             kept_bytes = max(
@@ -488,8 +504,10 @@ class SessionParts:
             OffloadError: There is no memory; nothing has changed then.
         """
         before = self.plan
+        # Without staging slots no state is streamed.
         if plan.staging_slots and not self.machine.index.has_room(plan.slot_counts):
-            # Tiles go to paths as fast as these are, not as planned: store slots of other sizes take the room.
+            # The plan found room. But tiles are spread by what paths are measured to do: slots for them may have been
+            # made where the plan has room for slots of other sizes.
             offers = {path.name: path.available_bytes for path in plan.budgets.paths}
             raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
         # Each of these may find no memory; what was allocated before it is not used then.
@@ -530,6 +548,7 @@ class SessionParts:
     def _tell_tiers_kept_slots(self) -> None:
         """Tell the tiers which store slots kept checkpoints refer to, so that closing does not delete these."""
         kept_offsets: dict[int, set[int]] = {}  # by path
+        # `named_records`: of a checkpoint whose commit was under way when the session broke.
         for records in [*self.machine.saver.held_records.values(), self.saves.named_records]:
             for record in records.values():
                 kept_offsets.setdefault(record.location.path, set()).add(record.location.offset)
@@ -540,7 +559,7 @@ class SessionParts:
     def _close_tiers(self) -> None:
         """Close all tiers side by side: one whose device hangs keeps no other open."""
         self.closing = [*self.tiers, *self.others.values()]
-        self.others.clear()
+        self.others.clear()  # so that `Saves.close`, which comes later, closes none of them again
         closes = [partial(self._close_tier, tier) for tier in self.closing]
         waits.side_by_side(closes, "offload-close", lambda: "")  # `Shutdown` logs what it waits for
 
@@ -568,6 +587,7 @@ def _config_for(config: OffloadConfig, rule: UpdateRule, *, has_gpu: bool) -> Of
 
 def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int, *, verify: bool) -> None:
     """Try how many requests a path should have in flight, use the fastest number, and log it."""
+    # Without staging slots there is no memory for a try.
     rate_by_depth = tune_depth(tier, queue, address, nbytes, verify=verify) if nbytes else {}
     rates = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in rate_by_depth.items())
     log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, rates or "not tried")

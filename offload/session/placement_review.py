@@ -31,6 +31,9 @@ MOST_CHANGES = 3
 class PlacementReview:
     """Decides when a session's placement is chosen again, and chooses it.
 
+    `note_learnt_step` counts steps and sets `due`. `review` is called where the plan may change, and does nothing
+    unless it is due.
+
     Attributes:
         due: Whether `review` is to choose at the next chance.
     """
@@ -41,7 +44,8 @@ class PlacementReview:
         self._thread = thread
         self._changes = 0  # of the plan, so far
         self._seen_steps = 0  # that have refined the rates since the last review
-        self._needed_steps = HISTORY - 1  # with what was known before, rates are the median of `HISTORY`
+        # For the first review: the rates known before count as one of the `HISTORY` observations of a median.
+        self._needed_steps = HISTORY - 1
 
     @property
     def is_near(self) -> bool:
@@ -75,8 +79,8 @@ class PlacementReview:
             self._thread.settle()
             parts.use_replanned(plan)
         except OffloadError as error:
-            if machine.broken is None:  # else the next request raises that
-                self._changes = MOST_CHANGES  # so it is not reviewed again
+            if machine.broken is None:  # else the session has broken: the next request raises why
+                self._changes = MOST_CHANGES  # so that it is not reviewed again
                 log.warning("the GPU updates what it did before, which is slower than it could be: %s", error)
             return
         self._changes += 1

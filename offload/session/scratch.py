@@ -1,8 +1,8 @@
 """Scratch buffers that callers' threads fill and read: which ones they want, and when they have them.
 
 The machine decides which owner has which buffer (`offload.schedule.scratch`), on the engine thread. A caller posts
-what it wants and does without waiting for an answer, except for the buffer itself. The engine thread takes posts
-between events, whatever sweep is under way.
+calls that the engine thread makes between events, whatever sweep is under way. The caller does not wait for these
+calls. It does wait for a buffer that it has asked for.
 
 Not here: what lies in buffers (`offload.gradients.paths`, `offload.session.activations`).
 """
@@ -26,8 +26,8 @@ class BufferRequest:
         answered: Set when it is decided whether the caller gets the buffer.
         buffer: Its number, once `answered`; None if the caller gets none.
         error: Why it cannot be read, or filled.
-        mark: After the last copy that a device makes to the buffer, or from it.
-        is_known: Whether the engine thread has taken the post that asks for it; an interrupt may prevent that.
+        mark: After the last copy that a device makes to the buffer, or from it; None if no device copies.
+        is_known: Whether the engine thread has begun the request; an interrupt may come before it is posted.
     """
 
     def __init__(self, owner: ScratchOwner, *, fills: bool) -> None:
@@ -58,7 +58,10 @@ class BufferRequests:
     # On callers' threads
 
     def post(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Have the engine thread make `call(argument)`, after all calls posted before; safe in a `__del__`."""
+        """Have the engine thread make `call(argument)` when it next wakes, after all calls posted before.
+
+        The thread is not woken for it. Safe in a `__del__`.
+        """
         self._posts.append((call, argument))
 
     def ask(self, request: BufferRequest) -> None:
@@ -67,7 +70,11 @@ class BufferRequests:
         self.wake()
 
     def release(self, request: BufferRequest) -> None:
-        """Say that the caller is done with a buffer: filled or read once its mark is reached, or no longer wanted."""
+        """Say that the caller is done with a buffer, or wants it no longer.
+
+        A device may still copy to it or from it, until the request's `mark`: others get the buffer after that.
+        The engine thread is not woken for this.
+        """
         self.post(self._end, request)
 
     def wake(self) -> None:
@@ -132,7 +139,10 @@ class BufferRequests:
         self._awaited.append(request)
 
     def _end(self, request: BufferRequest) -> None:
-        """Release a buffer that the caller is done with, or have this thread woken when a device has copied, too."""
+        """Release a buffer that the caller is done with.
+
+        If a device still copies, the buffer is released later: the device wakes this thread at the request's mark.
+        """
         if not request.is_known:  # an interrupt came before it was asked for
             return
         if request in self._awaited:  # an interrupt has ended the wait
@@ -142,7 +152,7 @@ class BufferRequests:
             self._parts.lanes.device.report(request.mark, self._parts.queue, WAKE)
 
     def _release_when_copied(self, request: BufferRequest) -> None:
-        """Tell the machine that a caller is done with a buffer; if a device still copies, note it for later."""
+        """Tell the machine that a caller is done with a buffer; while a device still copies, note it for later."""
         if request.mark is not None and not request.mark.reached():
             self._after_copies.append(request)
             return

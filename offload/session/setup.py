@@ -31,11 +31,13 @@ BESIDE_BYTES = 2 << 30
 available where that is less."""
 
 LEAST_TILE_BYTES = 1 << 20
-"""A subgroup is cut so that every path gets several of its tiles, but into none smaller: a disk would be slow."""
+"""The smallest tiles that a subgroup is cut into so that every path gets several: smaller ones are slow on a disk."""
 
 
 def default_threads(lanes: Lanes, rank_count: int | None = None) -> int:
     """Return how many threads update if `threads` is not set: this process's cores, divided among local ranks.
+
+    With a GPU it is fewer, as some cores are left to the threads that drive the GPU (`Lanes.cores_beside`).
 
     Args:
         lanes: The session's.
@@ -61,6 +63,9 @@ def _local_rank_count() -> int:
 def first_budgets(config: OffloadConfig, layout: Layout, lanes: Lanes, gradient_bytes: int) -> Budgets:
     """Return the bytes of each tier that a session's first plan may use.
 
+    If `host_memory` is not set, state gets half of this rank's part of what is available; all that it needs if there
+    are no paths, as it has no other place then.
+
     Args:
         config: The user's.
         layout: All state of the session.
@@ -74,7 +79,7 @@ def first_budgets(config: OffloadConfig, layout: Layout, lanes: Lanes, gradient_
     free_bytes_of_paths = free_bytes([path.path for path in config.path_configs])
     for path, path_free_bytes in zip(config.path_configs, free_bytes_of_paths, strict=True):
         offered_bytes = path_free_bytes if path.max_bytes is None else min(path_free_bytes, path.max_bytes)
-        paths.append(PathBudget(path.path, offered_bytes, path.share or 1.0))
+        paths.append(PathBudget(path.path, offered_bytes, path.share or 1.0))  # 1.0 where the user has set none
     return config.budgets(
         host_bytes,
         paths,
@@ -93,8 +98,9 @@ def plan_to_fit(
 ) -> Plan:
     """Return a plan; if `host_memory` is not set, state takes only host memory that the rest of the plan leaves.
 
-    `first_budgets` gives state half of what is available. Buffers, gradients and `BESIDE_BYTES` for forward and
-    backward come first here, so that a model that trains with `host_memory=0` also trains without a setting.
+    The rest is buffers, gradients and `BESIDE_BYTES` for forward and backward. `first_budgets` does not subtract it
+    from the half that it gives to state. Here it comes first, so that a model that trains with `host_memory=0` also
+    trains without a setting.
 
     Args:
         config: The user's.
@@ -134,7 +140,7 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
     }
     lowered = [name for name, value in memory_by_setting.items() if value and value != "auto"]
     advice = [f"lower {' or '.join(lowered)}"] if lowered else []
-    in_backward = combinations.UPDATES_IN_BACKWARD.names(config.overlap)  # refused with `gradient_memory`
+    in_backward = combinations.UPDATES_IN_BACKWARD.names(config.overlap)  # which excludes `gradient_memory`
     if config.gradient_memory is None and not in_backward and plan.budgets.gradient_bytes:
         advice.append("give gradient_memory=0, with which gradients leave for the paths")
     return ", or ".join([*advice, "free some"])
@@ -143,7 +149,8 @@ def less_memory_advice(config: OffloadConfig, plan: Plan, available: int) -> str
 def gradient_budget(config: OffloadConfig) -> int | None:
     """Return how many bytes of gradients may stay in host memory; None for all.
 
-    "auto" is half of what state at home leaves available: the other half is for activations.
+    "auto" is half of what state at home leaves of this rank's part of available memory: the other half is for
+    activations. If `host_memory` is not set, state at home counts as half of that part.
     """
     if config.gradient_memory != "auto":
         return None if config.gradient_memory is None else int(config.gradient_memory)
@@ -153,9 +160,10 @@ def gradient_budget(config: OffloadConfig) -> int | None:
 
 
 def with_gradients(config: OffloadConfig, sizes: Iterable[tuple[int, int]]) -> OffloadConfig:
-    """Return a config whose `gradient_memory` is in bytes, or None if it is not set or all gradients fit.
+    """Return the config with `gradient_memory` in bytes, also where it was "auto".
 
-    `sizes` has elements and bytes of an element of each parameter's gradient.
+    It is None in the returned config if it was not set, or if all gradients fit into these bytes. `sizes` has a pair
+    for each parameter: the elements of its gradient, and the bytes of an element.
     """
     budget_bytes = gradient_budget(config)
     if budget_bytes is None:
@@ -192,7 +200,7 @@ def open_path(
         options=StoreOptions(
             max_bytes=path.max_bytes,
             depth=depth,
-            extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, state_bytes)),
+            extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, state_bytes)),  # by which the store grows
             turns=choose_turns(config, path),
             io_backend=config.io_backend,
             used_bytes=used_bytes,
@@ -205,7 +213,7 @@ def choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:
     # "auto" is off: whether turns pay depends on the device, and bench/lock.py has found none where they do.
     if config.path_lock in ("off", "auto"):
         return None
-    holders = config.path_lock if isinstance(config.path_lock, int) else 1
+    holders = config.path_lock if isinstance(config.path_lock, int) else 1  # "on": one at a time
     return Turns(path=path.lock_path, holders=holders, report_after_s=config.lock_timeout_s)
 
 
@@ -225,6 +233,7 @@ def raising_shortages(doing: str) -> Iterator[None]:
         text = str(cause)
         if "allocate memory" in text:  # torch's
             raise OffloadError(f"{doing}: there is no more memory ({text.splitlines()[0]})") from cause
+        # Two texts for want of threads: Python's, and the system's for native code.
         if "start new thread" not in text and os.strerror(errno.EAGAIN) not in text:
             raise
         raise OffloadError(

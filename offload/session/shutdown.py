@@ -54,10 +54,12 @@ class Shutdown:
             raise
 
     def _close(self) -> None:
-        """Wait for a checkpoint and the mirror, then for the engine thread and the freeing of parts, each in bounds.
+        """Wait for a checkpoint and the mirror, then for the engine thread and the freeing of parts.
 
-        Bounds are shorter while an exception is on its way, and shortest where the session broke or a close was
-        interrupted. What has not ended by then is logged once.
+        If all is well, the session's own tiles and the engine thread may take as long as they need; other waits have
+        limits. While an exception is on its way limits are shorter, and the engine thread has one, too. They are
+        shortest where the session broke or a close was interrupted. What has not ended by then goes on in the
+        background, and is logged once.
         """
         self._thread.closed = True
         self._finish_save()
@@ -66,7 +68,8 @@ class Shutdown:
             waits_for_mirror = not self._is_given_up and sys.exception() is None
             self._parts.saves.end_mirror(limits.close_s if waits_for_mirror else 0.0)
         self._parts.lanes.given_up = True  # ends the touching of new memory, for which `_stop` would wait
-        if self.work is None or (self.work.done and self.work.error is not None):  # else an earlier close began it
+        # Anew after an error; else an earlier close may have begun it, and this one goes on waiting.
+        if self.work is None or (self.work.done and self.work.error is not None):
             self._stop = waits.BackgroundWork(self._thread.stop, "offload-stop")
             work = partial(self._end_all, self._stop)
             self.work = waits.BackgroundWork(partial(self._parts.on_device, work), "offload-end")
@@ -83,9 +86,10 @@ class Shutdown:
             )
 
     def _most_wait_s(self, usual_s: float | None) -> float | None:
-        """Return how long to wait for the engine thread, or for parts to be freed: `usual_s` if all goes well.
+        """Return how many seconds to wait for the engine thread, or for parts to be freed; None for any time.
 
-        Less while an exception is on its way, or once given up: nothing if an earlier close has waited to no avail.
+        That is `usual_s` if all goes well, `Limits.unwind_s` while an exception is on its way, and `Limits.settle_s`
+        once given up (`_is_given_up`): 0 then if an earlier close has waited to no avail, and logged that.
         """
         if self._is_given_up:
             return 0.0 if self._is_remainder_logged else self._parts.limits.settle_s
@@ -97,7 +101,7 @@ class Shutdown:
         return self._gives_up or self._thread.broken is not None
 
     def _describe_thread_wait(self) -> str:
-        """Say for the log what the engine thread waits for; nothing where the executor logs that itself."""
+        """Say for the log what `_close` waits for; "" while operations are in flight, which the executor logs."""
         return "" if self._parts.is_whole and self._parts.machine.in_flight else "the engine thread to end"
 
     def _describe_unfreed(self) -> str:
@@ -110,7 +114,7 @@ class Shutdown:
         return f"requests to {places} (with their threads and open files, and {memory})" if places else memory
 
     def _finish_save(self) -> None:
-        """Wait for the checkpoint that is being written, and for other ranks' part of it for a limited time."""
+        """Wait for the checkpoint that is being written, but for other ranks' parts of it only for a limited time."""
         pending = self._parts.saves.pending if self._parts.is_whole else None
         if pending is None or self._is_given_up:
             return

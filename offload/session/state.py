@@ -45,21 +45,22 @@ class State:
         with self._thread.turn():
             layout = parts.plan.layout
             positions = [self._parts.position(parameter) for parameter in parameters]
+            # (position, name) of each tensor to be copied. A parameter that is asked for twice is copied once.
             tensors = [
                 (position, name)
                 for position in dict.fromkeys(positions)
                 for name in layout.state_of(layout.parameters[position]).rule.names
                 if own_masters or name != MASTER or layout.parameters[position].dtype is not DtypeCode.FLOAT32
             ]
-            numbers = {tensor: number for number, tensor in enumerate(tensors)}
+            number_in_copy = {tensor: number for number, tensor in enumerate(tensors)}
             numels = [layout.numel_of(position, name) for position, name in tensors]
             copy = self.new_copy(numels)
             with contextlib.closing(copy):
 
                 def copy_run_of_state(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:
-                    """Copy one run of a parameter's state, without the tensors that the caller has not asked for."""
+                    """Copy one run of elements, of the tensors that the caller has asked for."""
                     for name, values in views.items():
-                        number = numbers.get((position, name))
+                        number = number_in_copy.get((position, name))
                         if number is not None:
                             copy.write(number, start, values)
 
@@ -70,9 +71,10 @@ class State:
             return [states[position] for position in positions]
 
     def new_copy(self, numels: Sequence[int]) -> StateCopy:
-        """Return new fp32 zeros for a copy of state: fill them by `StateCopy.write` as `visit` hands it out.
+        """Return new fp32 tensors of zeros for a copy of state.
 
-        Call `StateCopy.close` after the last write. Large copies lie in a file, as those of `read` do.
+        Fill them with `StateCopy.write` as `visit` hands state out; call `StateCopy.close` after the last write.
+        Large copies lie in a file, as those of `read` do.
 
         Args:
             numels: Elements of each tensor.
@@ -87,7 +89,10 @@ class State:
         take: Callable[[int, int, Mapping[str, torch.Tensor]], None],
         parameters: Iterable[int | str] | None = None,
     ) -> None:
-        """Hand out state once, run by run in the engine's order, where it lies in memory: nothing is copied.
+        """Hand out state once, run by run in the engine's order, while its subgroup is in host memory.
+
+        There is no copy of all state: fp32 state in host memory is viewed where it lies; other state (a compact
+        format's, a GPU's) is converted or copied for the time of the call.
 
         Args:
             take: Called with a parameter's position, the first element of the run, and flat fp32 views of its

@@ -55,12 +55,13 @@ class _Pages(mmap.mmap):
     """A mapping of a file, shared with it until the process is about to fork."""
 
     descriptor: int
-    """Of the file: our own, as `mmap` does not tell the one that it holds."""
+    """A descriptor of the file for `make_private`: a duplicate, as `mmap` does not tell the one that it keeps."""
 
     def make_private(self) -> None:
         """Map the file anew at the same address, privately: no write of this process reaches file or child any more.
 
-        Python's `mmap` cannot map at a given address, so libc's is called.
+        Python's `mmap` cannot map at a given address, so libc's is called: with MAP_FIXED it replaces the old
+        mapping, and tensors stay valid. A failure is only logged: a hook before a fork cannot raise.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
@@ -78,7 +79,7 @@ class _Pages(mmap.mmap):
             log.warning("a forked child shares a state dict with its parent: %s", os.strerror(ctypes.get_errno()))
 
 
-_shared: weakref.WeakSet[_Pages] = weakref.WeakSet()
+_shared: weakref.WeakSet[_Pages] = weakref.WeakSet()  # with their files: `_make_all_private` ends that
 
 
 def _make_all_private() -> None:
@@ -118,6 +119,7 @@ class StateCopy:
         if self._file is None:
             self.tensors = [torch.zeros(numel, dtype=torch.float32, device="cpu") for numel in numels]
             return
+        # The mapping lasts as long as a tensor in it, and so does its own descriptor; `close` ends only `_file`.
         pages = _Pages(self._file.fileno(), needed_bytes)
         pages.descriptor = os.dup(self._file.fileno())
         weakref.finalize(pages, os.close, pages.descriptor)
@@ -159,7 +161,7 @@ def _make_file(
 ) -> tuple[str, IO[bytes] | None]:
     """Return the first directory with room, and a new file of `nbytes` there; "" and None if only memory has room.
 
-    A copy in memory has to leave `left_bytes` of it free.
+    Memory counts as having room if a copy in it would leave `left_bytes` free.
 
     Raises:
         InfeasiblePlanError: Nothing has room.
@@ -188,7 +190,7 @@ def _make_file(
 
 
 def free_bytes_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Sequence[Tier]) -> dict[str, int]:
-    """Return the directories for files of a session, the best first, with the bytes that each has room for.
+    """Return the directories for files of a session, with the bytes that each has room for: paths first, then TMPDIR.
 
     Space that the plan still needs on a disk, for tiles and checkpoints that are not allocated yet, is not counted.
     The arguments are the session's; `tiers` are those of its paths.
@@ -221,14 +223,16 @@ def free_bytes_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Se
 def copy_run(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
     """Copy elements of a tensor, in row-major order from `start` on, to the flat `out` until it is full.
 
-    No other copy is made: of a tensor that is not contiguous, whole rows are copied by views, others recursively.
+    No other copy is made, as `reshape(-1)` of a tensor that is not contiguous would. Of such a tensor the rows
+    (`source[index]`) that are wanted whole are copied at once; of a row that is wanted in part, the part is copied by
+    a recursive call.
     """
     if source.is_contiguous():
         out.copy_(source.view(-1)[start : start + out.numel()])
         return
     row_numel, done = source[0].numel(), 0
     while done < out.numel():
-        index, offset = divmod(start + done, row_numel)
+        index, offset = divmod(start + done, row_numel)  # the row that comes next, and the first element of it
         whole_rows = 0 if offset else (out.numel() - done) // row_numel
         if whole_rows:
             target = out[done : done + whole_rows * row_numel]

@@ -19,7 +19,8 @@ class StepAccount:
 
     Attributes:
         timeline: What the lanes did, in the order in which it ended; it grows until the next step is opened.
-        until_s: When another request than a step came after it: what lanes do for that is in the timeline alone.
+        until_s: When a request that is no step came after this step, on the monotonic clock; `inf` if none has. What
+            lanes do for that request is in `timeline`, but not in `work`.
         started_s: When the step was asked for (`time.monotonic`).
         step_s: Seconds from then on until it was over.
         earlier_steps: Number and seconds of the last hundred steps before it, in this session.
@@ -33,18 +34,24 @@ class StepAccount:
 
     @property
     def work(self) -> list[Interval]:
-        """What of the timeline was done for the step: its flushes too, which may end later."""
+        """The intervals of the timeline that were due before `until_s`: the step's own, and its flushes.
+
+        Flushes may end later. An interval of which it is not noted when it was due counts from its start.
+        """
         return [i for i in self.timeline if (i.started_s if i.due_s is None else i.due_s) < self.until_s]
 
     @property
     def whole_s(self) -> float:
-        """Seconds until all of the step was done: it is over when work is queued on a GPU, which goes on."""
+        """Seconds from the request until all of the step was done, on the GPU, too.
+
+        `step_s` ends when the last work is queued on the GPU, which then goes on.
+        """
         gpu_ends_s = [i.finished_s - self.started_s for i in self.work if i.lane in ("gpu", "h2d")]
         return max([self.step_s, *gpu_ends_s])
 
 
 class PendingStep:
-    """A step whose caller does not wait for its end: who needs a weight waits for the visits of its subgroups.
+    """A step whose caller does not wait for its end: whoever needs a weight waits for the visits of its subgroups.
 
     The engine thread reports which visits have ended. A wait may be interrupted: the step goes on.
 

@@ -1,10 +1,12 @@
 """The engine thread: it owns machine and executor, and answers one request at a time.
 
-A caller posts a request and waits for its answer. Between requests the thread finishes flushes and checkpoints. What
-a request does is not known here (offload/session/visits.py, offload/session/checkpoints.py).
+The machine (`offload.schedule`) decides what is done next, and the executor (`offload.engine`) does it. A caller
+posts a request and waits for its answer. Between requests the thread finishes flushes and checkpoints. What a request
+does is not known here (offload/session/visits.py, offload/session/checkpoints.py).
 
 A step may be answered when it has begun (`PendingStep`). The next request is taken when that step is over, and its
-caller waits until then.
+caller waits until then. During backward an *open* sweep may be under way, whose updates are made before their step is
+requested (`Speculation`). A step seals it, and any other request revokes it.
 
 A signal handler may interrupt a caller at any line. So all changes to a session are made on the engine thread, and a
 caller's *turn* is one scope: requests that a handler makes within it are answered within it, and the session is not
@@ -50,9 +52,10 @@ class _Request:
     """What a caller asks the engine thread to do, while the caller waits."""
 
     begin: Callable[[], Sweep | None]
-    """Runs on the engine thread with no sweep under way but an open one; returns the sweep that it has begun."""
+    """Runs on the engine thread while no sweep is under way, except that a step finds the open one if there is one.
+    Returns the sweep that it has begun; None if it needs none."""
     applied: Callable[[], None]
-    """Called when the sweep has ended well; on the engine thread, where no interrupt can come between."""
+    """Called on the engine thread when the sweep has ended well; no interrupt can come between that and the call."""
     begun: Callable[[], None]
     """Called on the engine thread when the first operations have started; then a pending step's caller goes on."""
     meanwhile: Callable[[], None]
@@ -67,7 +70,7 @@ class _Request:
 
 
 class _FillRequest(BufferRequest):
-    """A subgroup's gradient buffer, wanted to be filled."""
+    """A caller's request for a subgroup's gradient buffer, to fill it."""
 
     def __init__(self, sweeps: Sweeps, subgroup: int) -> None:
         super().__init__(ScratchOwner("gradients", subgroup), fills=True)
@@ -86,7 +89,11 @@ class Closable(Protocol):
 
 
 class EngineThread(MachineListener):
-    """The engine thread of one session."""
+    """The engine thread of one session. Headings say which thread calls the methods below them.
+
+    A request is `_next` when a caller posts it, `_current` once the engine thread has taken it, and neither once it
+    is answered. That of a pending step is answered when it has begun, but stays `_current` until its sweep has ended.
+    """
 
     def __init__(self, parts: SessionParts) -> None:
         self._parts = parts
@@ -115,7 +122,7 @@ class EngineThread(MachineListener):
         self._starting = threading.Lock()  # held while a new thread finds out whether the session is closed already
         self._serving = False  # whether the engine thread has begun, and serves requests
         self._is_broken_logged = False
-        self._aborts_untold = False  # whether a break aborted an open step, and no caller has been raised that yet
+        self._aborts_untold = False  # whether the session broke in an open step, and no caller has got that error yet
         self._followed_step: PendingStep | None = None  # the pending step whose sweep is under way
         self._reported_visits = 0  # how many ended visits have been reported to it
         self._next: _Request | None = None  # posted, and not taken yet
@@ -127,6 +134,7 @@ class EngineThread(MachineListener):
 
     def open(self, parameters: tuple[Parameter, ...]) -> None:
         """Open the session's parts and start the engine thread; after an error the caller closes the session."""
+        # Made here, as the caller's stream is not the current one on the thread `offload-open`.
         caller_mark = self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False)
         # On a thread of its own, so that no interrupt comes between making a part and noting it for its end.
         work = partial(self._parts.on_device, partial(self._open, parameters, caller_mark))
@@ -167,7 +175,10 @@ class EngineThread(MachineListener):
             raise SessionBrokenError("this is a forked copy of a session; only the process that made it can use it")
 
     def aborted(self, error: BaseException) -> StepAbortedError:
-        """Return the error to raise for the step under way, or the next one, which has failed with `error`."""
+        """Return the error to raise for the step under way, or the next one, which has failed with `error`.
+
+        That step's number is one more than `step_number`, which counts the steps that have ended well.
+        """
         if isinstance(error, OffloadError):  # else it is a bug of this library, whose traceback is needed
             error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
         parts = self._parts
@@ -188,12 +199,15 @@ class EngineThread(MachineListener):
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for the caller's turn and for the pending step; close after it what `close_later` has named.
+        """Hold the lock, as the caller's turn; before that, wait for it and for the pending step.
+
+        After the turn, close the object that `close_later` has named in it, if any.
 
         Raises:
             SessionBrokenError: The session cannot be used.
             StepAbortedError: The pending step has failed, or updates that were made before the next one was called.
         """
+        # Before `check_usable`: if the pending step has broken the session, the step's own error is raised.
         self.finish_pending()
         self.check_usable()  # before the lock, too: in a forked copy nobody may ever release it
         try:
@@ -220,7 +234,9 @@ class EngineThread(MachineListener):
     def finish_pending(self) -> None:
         """Wait until the pending step is over, if there is one, and forget it; raise its error, once.
 
-        In a session that has been closed, a step that hangs is not waited for.
+        Unless the session is closed, the caller's stream is then ordered after the step's new weights. In a session
+        that has been closed, a step that is not over is not waited for: it may hang. In a forked copy of the session
+        no step is waited for, as it never ends there.
         """
         pending = self.pending
         if pending is None or os.getpid() != self.pid or (self.closed and not pending.is_over):
@@ -248,7 +264,7 @@ class EngineThread(MachineListener):
             return False
         pending.wait_for(subgroups)
         if pending.error is not None:
-            self.finish_pending()  # which raises it
+            self.finish_pending()  # which raises it, unless another caller has got it meanwhile
         return pending.error is None
 
     def request(
@@ -283,19 +299,25 @@ class EngineThread(MachineListener):
             pending=pending,
             needs_memory=needs_memory,
         )
-        interrupted = self._next  # the interrupted caller's, about to be posted, if a signal handler makes this one
+        # A signal handler may make this request, and have interrupted a caller just after that one set `_next` to its
+        # own request, and before it posted that. So the old value is put back.
+        interrupted_request = self._next
         try:
             self._exchange(request)
         finally:
-            self._next = interrupted
+            self._next = interrupted_request
 
     def _exchange(self, request: _Request) -> None:
-        """Post a request and wait for its answer; lanes follow the caller's work, and its later work follows them."""
+        """Post a request and wait for its answer; raise its error.
+
+        With a GPU, the lanes wait for the work that the caller has enqueued so far, and its later work for the lanes.
+        """
         self.check_usable()
         self._next = request  # which the engine thread takes when it gets `REQUEST`
         lanes = self._parts.lanes
         lanes.follow_caller()
         try:
+            # One native call, which nothing cuts short: see `request`.
             self._parts.queue.exchange(REQUEST, self._reply, quiet_s=waits.QUIET_S, interrupt_op=INTERRUPT)
             if request.error is not None:
                 raise request.error
@@ -303,7 +325,7 @@ class EngineThread(MachineListener):
             with contextlib.suppress(OffloadError):
                 lanes.order_caller()
             raise
-        if request.pending is None:  # else those who wait for the pending step do that
+        if request.pending is None:  # else whoever waits for the pending step orders its own stream
             lanes.order_caller()
 
     def wait_for_buffer(self, request: BufferRequest) -> None:
@@ -314,7 +336,7 @@ class EngineThread(MachineListener):
             return request.answered.wait(min(pause_s, waits.SLICE_S)) or not self.is_usable
 
         if not request.answered.is_set():
-            waits.wait_for(has_ended, lambda: "")  # the engine thread says what for
+            waits.wait_for(has_ended, lambda: "")  # "": the engine thread logs what it waits for itself
 
     def take_memory(self) -> None:
         """Take memory again that was given back between steps, or end a park that is about to give it back."""
@@ -335,7 +357,7 @@ class EngineThread(MachineListener):
             self.wait_for_buffer(request)
             if request.error is not None:
                 raise request.error
-            self.check_usable()
+            self.check_usable()  # the wait also ends, without an answer, if the session cannot be used
             return known(request.buffer, "gradients without a buffer")
 
     def _release_filled(self) -> None:
@@ -345,18 +367,19 @@ class EngineThread(MachineListener):
             self._fill_request = None
 
     def begin_step(self) -> None:
-        """Release the buffer that was filled last, as a step begins, which reads it; on the engine thread."""
+        """Release the buffer that was filled last: a step begins, which reads it. On the engine thread."""
         self._release_filled()
-        self.buffer_requests.take_posts()
+        self.buffer_requests.take_posts()  # the release is one of them: the machine has to know it before the step
 
     def drop(self, dropped: Callable[[], None]) -> None:
         """Discard all gradients in buffers and on paths, then call `dropped`; no interrupt comes in between."""
 
         def discard_all() -> None:
             """Discard the gradients of all subgroups; on the engine thread."""
+            # Nobody fills a buffer any more, and the machine then knows of all that were filled.
             self.begin_step()
             machine = self._parts.machine
-            for subgroup in [*machine.scratch["gradients"].owners]:
+            for subgroup in [*machine.scratch["gradients"].owners]:  # a copy, as discarding removes owners
                 machine.handle(Discard(ScratchOwner("gradients", subgroup)))
             dropped()
 
@@ -365,7 +388,7 @@ class EngineThread(MachineListener):
 
     def stop(self) -> None:
         """End the engine thread; if the session is still being opened, wait for that first."""
-        if self._opening is not None and not self._opening.forestall():
+        if self._opening is not None and not self._opening.forestall():  # it has begun; else it never will
             self._opening.wait()
         with self._starting:
             is_serving = self._serving  # else the thread has not begun; it will find the session closed, and end
@@ -382,7 +405,7 @@ class EngineThread(MachineListener):
         After an error of its own, every further request is answered with that error.
         """
         with self._starting:
-            if self.closed:
+            if self.closed:  # then nobody will post a request, or wait for this thread
                 return
             self._serving = True
         try:
@@ -406,10 +429,10 @@ class EngineThread(MachineListener):
     def _refuse_requests(self, error: Exception) -> None:
         """Answer every further request with an error, until the session ends."""
         executor = self._parts.executor
-        while not self._session_ends:
+        while not self._session_ends:  # it has ended if the error came after the request of `stop`
             while not executor.requests:
-                executor.wait()
-            if self._accept_request() is None:
+                executor.wait()  # for requests alone: what else is reported changes nothing any more
+            if self._accept_request() is None:  # the request of `stop`
                 return
             self._answer(error)
 
@@ -427,6 +450,7 @@ class EngineThread(MachineListener):
         Raises:
             InternalError: A sweep is under way and nothing is in flight that could end it: waiting would be forever.
         """
+        # An open sweep may wait for visits to be admitted.
         something_goes_on = machine.in_flight or machine.has_no_sweep or machine.is_open
         invariant(something_goes_on, "a sweep is under way, and nothing that it waits for")
         return (
@@ -440,16 +464,19 @@ class EngineThread(MachineListener):
         )
 
     def _may_begin(self, machine: Machine) -> bool:
-        """Return whether a request has come in and may begin."""
+        """Return whether a request has come in and may begin: an open sweep does not delay it, but ends with it."""
         return (machine.has_no_sweep or machine.is_open) and self._parts.executor.requests > 0
 
     def serve_due(self) -> bool:
-        """Do one thing that is due, the first in order of the branches; return False once the session is to end."""
+        """Report what has ended, then do one thing that is due: the first in the order of the branches.
+
+        Return False once the session is to end.
+        """
         machine = self._parts.machine
         self._report_ended_visits()
         self.note_save_end()
         if machine.take_finished_sweep() is not None:
-            if not machine.failed:
+            if not machine.failed:  # the sweep counts, even if a flush has broken the machine since
                 known(self._current, "a sweep of nobody").applied()
             self._end_request(machine.broken if machine.failed else None)
         elif self.buffer_requests.is_due():
@@ -457,7 +484,7 @@ class EngineThread(MachineListener):
         elif self._may_begin(machine):
             if machine.is_open:
                 self._pause_open_sweep(machine)
-            if self._accept_request() is None:
+            if self._accept_request() is None:  # the request of `stop`
                 return False
             self._begin_request()
         elif self.parking.is_due():
@@ -470,20 +497,24 @@ class EngineThread(MachineListener):
         """Start no further update of the open sweep, and wait for those that run."""
         self.speculation.pause()
         pump(machine, self._parts.executor, lambda m: not m.running_count or m.broken is not None)
-        self.note_save_end()
+        self.note_save_end()  # of a save that has ended during this wait: the request may be about saves
 
     def _may_speculate(self) -> bool:
-        """Return whether an update before its step is due, and the session has its memory (is not parked)."""
+        """Count posted arrivals; return whether an update before its step is due, in a session that is not parked."""
         return self.speculation.count_and_is_due() and not self.parking.is_parked_or_parking
 
     def _begin_request(self) -> None:
-        """Begin the request that was taken; answer at once if it fails or begins no sweep."""
+        """Begin the request that was taken; answer at once if it fails or begins no sweep.
+
+        An error that is no `OffloadError` reaches `_serve`, which answers this request and all later ones with it.
+        """
         request = known(self._current, "a request from nobody")
         if not request.seals:  # else `begin` confirms what it can
             self.speculation.revoke()
             self.sweeps.close_account()
         try:
             self.parking.end_for_request(needs_memory=request.needs_memory)
+            # A pending step goes on beside the caller's own copies on a GPU: its copies are cut to let those pass.
             self._parts.lanes.is_hidden = request.pending is not None
             sweep = request.begin()
         except OffloadError as error:
@@ -507,7 +538,7 @@ class EngineThread(MachineListener):
             self.pending = self._followed_step = request.pending
             self._reported_visits = 0
             self._next = None  # no reference to what the caller owns, as in `_answer`
-            self._reply.post(0)
+            self._reply.post(0)  # the answer: the caller goes on, and the step, too
         executor.end_engine_interval()  # so that learning in `meanwhile` is not counted as what a step takes to begin
         request.meanwhile()
 
@@ -551,6 +582,7 @@ class EngineThread(MachineListener):
     def say_broken(self, error: BaseException) -> None:
         """Note and log what has broken the session; log it once and at once, as the next caller may come late."""
         if not self._is_broken_logged:
+            # No caller waits for an open step, so the next one gets its error. There is no machine before `is_whole`.
             self._aborts_untold = self._parts.is_whole and self._parts.machine.is_open
             log.error("the session has broken and cannot be used any more: %s", error)
         self._is_broken_logged = True
@@ -564,13 +596,13 @@ class EngineThread(MachineListener):
             self._end_save(error)
 
     def _end_save(self, error: BaseException | None) -> None:
-        """Tell the saves how the pending one ended, and release checkpoints that are too many then."""
+        """Tell the saves how the pending one ended; free its buffers, and the store slots that saves release then."""
         self.drop_checkpoint_buffers()
         for number in self._parts.saves.end_pending(error, broke=self.broken is not None):
             self._parts.machine.handle(ReleaseSave(number))
 
     def drop_checkpoint_buffers(self) -> None:
-        """Give back the buffers through which a checkpoint was copied.
+        """Free the buffers through which a checkpoint was copied.
 
         A session that has broken keeps these buffers until its lanes have ended, as lanes may still write to them.
         """
@@ -578,24 +610,27 @@ class EngineThread(MachineListener):
             self._parts.memory.drop_checkpoint_buffers()
 
     def _accept_request(self) -> _Request | None:
-        """Take the next request; None for the end of the session, which `stop` posts."""
+        """Take the next request as the current one, and return it.
+
+        None for the request of `stop`: then note that the session ends.
+        """
         self._parts.executor.requests -= 1
         self._current = self._next
         self._session_ends = self._current is None
         return self._current
 
     def _end_request(self, error: BaseException | None) -> None:
-        """Pass on how a request has ended (`error`, or well): to its caller, or to who waits for a pending step."""
+        """End a request, with an error or well: answer its caller, or those who wait for a pending step."""
         if error is not None:
-            self._aborts_untold = False  # whoever is raised this error is told
+            self._aborts_untold = False  # a caller gets this error
         pending, self._followed_step = self._followed_step, None
         if pending is None:
             self._answer(error)
             return
         self._current = None  # its caller was answered when the step had begun
         self._parts.lanes.is_hidden = False
-        self._parts.executor.set_visitor(no_visit)
-        if error is None:  # else lanes may still use all of them
+        self._parts.executor.set_visitor(no_visit)  # which drops what the step's visitor refers to
+        if error is None:  # else lanes may still use all tensors
             pending.kept_tensors = self._parts.lanes.in_use(pending.kept_tensors)
         pending.end(None if error is None else self.aborted(error))
 
@@ -605,6 +640,7 @@ class EngineThread(MachineListener):
         self._current = self._next = None
         self._parts.executor.set_visitor(no_visit)
         with contextlib.suppress(OffloadError):  # a device that has failed gives nothing back
-            self._parts.gradients.return_borrowed()  # all work of the request is on lanes
+            # What is borrowed is used again only after the work of the request, which is on lanes.
+            self._parts.gradients.return_borrowed()
         request.error = error
         self._reply.post(0)

@@ -29,7 +29,7 @@ SegmentWork = Callable[[Segment, Mapping[str, torch.Tensor]], None]
 
 
 def nothing(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
-    """Do nothing with a segment, in a sweep that only has state made from weights."""
+    """Do nothing with a segment: the work of a sweep whose visitor only makes state whole, before a save."""
 
 
 class SweepRequests:
@@ -48,7 +48,9 @@ class SweepRequests:
         return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
 
     def wait_for(self, parameters: Iterable[int | str], *, on_any_stream: bool = False) -> None:
-        """Wait for a pending step to have visited some parameters; in a forked copy there is nothing to wait for.
+        """Wait until a pending step has updated some parameters; order the caller's stream after their new weights.
+
+        In a forked copy of the session there is nothing to wait for.
 
         Args:
             on_any_stream: Order the caller's stream after the new weights even if no step is pending any more.
@@ -86,7 +88,8 @@ class SweepRequests:
     ) -> Callable[[RunVisit], None]:
         """Return a visitor that makes a subgroup's state whole, then does `work` on each of its segments.
 
-        Arguments as of `sweep_segments`, just above.
+        State is whole once fresh state is filled, and the chosen masters (`masters`) that are due are taken from
+        their weights. The arguments are those of `sweep_segments`, just above.
         """
         parts, views, tables = self._parts, self._parts.views, self._parts.tables
         is_master_chosen = np.zeros(len(tables.steps), bool)  # by parameter
@@ -95,40 +98,43 @@ class SweepRequests:
         def work_on_segments(run: RunVisit) -> None:
             """Do the work on all segments of the visited subgroup."""
             with views.on_host(run) as view:
-                # Fresh state is made, and chosen masters that are due are set from their weights.
                 views.make_whole(run, view, is_master_chosen)
-                if changes:  # else they stay due; of fresh state all masters have been made from weights now
+                if changes:  # a visit that only reads has taken no master, except of fresh state, which stays fresh
+                    # None: of a fresh subgroup all masters have been taken.
                     tables.note_masters_current(run.visit.subgroup, None if run.fresh else is_master_chosen)
                 for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
                     sets_master = sets_weights and bool(is_master_chosen[segment.parameter])
                     with views.piece(run, view, segment, sets_master=sets_master) as tensors:
-                        # A reader is shown masters as they will be: see `Engine.reload_master`.
-                        shown = [(segment, tensors)] if changes else views.shown(run, view, segment, tensors)
-                        for shown_segment, shown_tensors in shown:
-                            work(shown_segment, shown_tensors)
+                        # A reader gets masters that are due as their next update will take them from the weight,
+                        # perhaps in several pieces: see `Engine.reload_master`.
+                        pieces = [(segment, tensors)] if changes else views.shown(run, view, segment, tensors)
+                        for piece, piece_tensors in pieces:
+                            work(piece, piece_tensors)
 
         return work_on_segments
 
     # On the engine thread
 
     def seal_and_begin_rest(self, subgroups: Sequence[int], active: Sequence[int]) -> Sweep:
-        """Seal the step that updates some subgroups as `Tables.step_rows` says; return the sweep of the rest.
+        """Seal a step: confirm or revoke the updates made in backward; begin and return the sweep of all others.
 
-        Updates that were made in backward are confirmed or revoked; the sweep has those that are still to be made.
-        `active` has the positions of the parameters with a gradient.
+        Args:
+            subgroups: Those that the step updates, in order, as `Tables.step_rows` says.
+            active: Positions of the parameters with a gradient.
         """
         parts, speculation, sweeps = self._parts, self._thread.speculation, self._thread.sweeps
         speculation.begin_step(active)
         sweeps.open_account()
         with self._failures_break_session():
-            parts.allocate()
+            parts.allocate()  # store slots, and their room, for the step's flushes
             parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
             confirmed = speculation.choose_confirmed(subgroups)
+            # Usually rates are refined while the step goes on. A review needs them before the step's sweep begins.
             if self.placement_review.is_near:
                 self.refine_rates()
                 self.placement_review.review()
             visits = self._visits_of([number for number in subgroups if number not in confirmed])
-            if parts.gradients.begin_step(parts.plan, visits):  # they take more memory now
+            if parts.gradients.begin_step(parts.plan, visits):  # gradients take more memory now: the plan counts it
                 parts.plan = parts.with_gradient_bytes(parts.plan)
         # Checksums of state that stays in memory are made only where a save is expected to use them.
         parts.executor.seals_homes = parts.saves.is_expected(sweeps.step_number + 1)
@@ -177,6 +183,7 @@ class SweepRequests:
             if sweeps.step_number > 1:
                 observed = self._observed or [parts.rates]  # at first what was known or probed counts as one
                 timeline = as_on_fastest(account.work, parts.plan, parts.rates)
+                # The last `HISTORY - 1` observations, and this one.
                 self._observed = [*observed[1 - HISTORY :], observe(parts.rates, timeline)]
                 parts.rates = typical(self._observed)
                 self.placement_review.note_learnt_step()
@@ -184,5 +191,5 @@ class SweepRequests:
         except Exception as error:
             log.warning("nothing is learnt from the last step: %r", error, exc_info=error)
             return
-        if parts.plan.budgets.follow_rates:
+        if parts.plan.budgets.follow_rates:  # else the user has set the paths' shares
             parts.machine.handle(Reshare(shares))

@@ -1,4 +1,7 @@
-"""Places that slots live in, one small class for each kind, all behind `offload.protocols.Tier`."""
+"""Storage tiers: each path, a directory or a prefix of a bucket, is opened as an `offload.protocols.Tier`.
+
+A path is parsed to a `Place`, which knows of which kind the path is, and opens its tiers, stores and folders.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ __all__ = [
 
 _SCHEME = re.compile(r"([^/]*)://")
 _CUT_SCHEME = re.compile(r"(file|s3):/(?!/)")
-"""What `pathlib.Path` makes of a scheme, as it holds no two slashes in a row."""
+"""A scheme that has lost a slash, as in "s3:/bucket": `pathlib.Path` makes one slash of two."""
 
 PLACES: dict[str, Callable[[str, str], Place]] = {"file": Directory, "s3": Bucket}
 """Classes of places by the scheme of a path; each takes the path, and the setting's name for errors."""
@@ -59,8 +62,8 @@ def parse_place(path: str, field: str = "paths") -> Place:
         ConfigError: The scheme is unknown or has lost a slash, or the path cannot be the name of a bucket; names
             `field`.
     """
-    if (cut := _CUT_SCHEME.match(path)) is not None:
-        advice = f"a pathlib.Path cannot hold {cut[1]}://: give text (of a directory of this name: ./{path})"
+    if (cut_scheme := _CUT_SCHEME.match(path)) is not None:
+        advice = f"a pathlib.Path cannot hold {cut_scheme[1]}://: give text (of a directory of this name: ./{path})"
         raise ConfigError(field, path, advice)
     match = _SCHEME.match(path)
     scheme = "file" if match is None else match[1]
@@ -92,6 +95,7 @@ def free_bytes(paths: Sequence[str]) -> list[int]:
     Directories on one device share its free space evenly; a warning names the device, as such paths are no faster
     than one. An object store has no limit, nor has a file system that does not say how large it is.
     """
+    # For each path: bytes, and the number of its device, None if no other path can share it.
     rooms_and_devices = [parse_place(path).room() for path in paths]
     devices = [device for _, device in rooms_and_devices]
     for device in dict.fromkeys(devices):

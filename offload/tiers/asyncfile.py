@@ -42,6 +42,7 @@ def supports_direct(directory: str) -> bool:
     Raises:
         OSError: No file can be made there.
     """
+    # The page is an anonymous map, as O_DIRECT takes aligned memory only.
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".offload-") as file, mmap.mmap(-1, SECTOR_BYTES) as page:
         try:
             descriptor = os.open(file.name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
@@ -69,10 +70,10 @@ class AsyncIo:
 
     Args:
         queue: Where completions go; must outlive it.
-        depth: Half of the system calls that reads and writes together may make at a time.
+        depth: Reads and writes share `2 * depth` threads, each of which makes one system call at a time.
         piece_bytes: Most that one system call moves, a multiple of 4096.
-        path: The file; it is opened here a second time.
-        store: The session's store, for headers.
+        path: The file. It is opened here a second time, as a `StoreFile` does not give its descriptor out.
+        store: The uuid of the session's store, for headers.
 
     Raises:
         OSError, RuntimeError: The system gives no descriptor, or no thread.
@@ -82,34 +83,36 @@ class AsyncIo:
         self._queue = queue
         self._piece_bytes = piece_bytes
         self._store = store
-        self._sync_error = 0  # that of the first sync that failed
+        self._sync_error = 0  # the errno of the first sync that failed; 0 for none
         self._writing: set[asyncio.Task[None]] = set()  # writes that have not ended
         self._running: set[asyncio.Task[None]] = set()  # all that has not ended
         with contextlib.ExitStack() as undo:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             undo.callback(os.close, self._descriptor)
-            self._lane = Lane("offload-file", 0)  # threads come when `undo` can end those that the system has given
+            # Made without threads: if the system gives too few, `undo` ends those that `set_threads` has started.
+            self._lane = Lane("offload-file", 0)
             undo.callback(self._lane.close)
             self._lane.set_threads(2 * depth)  # for the system calls of both directions
             self._loop = _Loop()
             undo.callback(self._loop.close)
             self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
-            undo.callback(self._stop_loop)
+            undo.callback(self._stop_loop)  # noted before the start, as an interrupt may come right after it
             self._thread.start()
             self._closers = undo.pop_all()
 
     def read(self, file: StoreFile, *fields: Any) -> None:
-        """Start reading a slot; see `IoThreads.read`."""
+        """Start reading a slot; `fields` are those of a `TileRequest`, as for `IoThreads.read`."""
         request = TileRequest(*fields)
         self._start(lambda: self._complete(request.op, request.offset, self._read(request)))
 
     def write(self, file: StoreFile, *fields: Any) -> None:
-        """Start writing a slot; see `IoThreads.write`."""
+        """Start writing a slot; `fields` are those of a `TileRequest`, as for `IoThreads.write`."""
         request = TileRequest(*fields)
         self._start(lambda: self._complete(request.op, request.offset, self._write(file, request)), writes=True)
 
     def sync(self, file: StoreFile, op: int) -> None:
-        """Make the writes that were submitted before durable; once one has failed, all later ones fail."""
+        """Make the writes that were submitted before durable; once a sync has failed, all later syncs fail."""
+        # `_writing` is read on the loop's thread: by then all earlier writes have become tasks.
         self._start(lambda: self._complete(op, 0, self._sync(frozenset(self._writing))))
 
     def set_depth(self, depth: int) -> None:
@@ -118,23 +121,26 @@ class AsyncIo:
 
     def close(self) -> None:
         """Finish what is in flight and end the threads; idempotent."""
-        if self._thread.is_alive():
+        if self._thread.is_alive():  # else an earlier call has ended it
             asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
         self._closers.close()
 
     def _stop_loop(self) -> None:
         """Stop the loop and join its thread."""
-        if self._thread.ident is not None:  # it has started, whatever interrupted that
+        if self._thread.ident is not None:  # it has started, even if an interrupt came while it did
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
     # On the loop's thread
 
     def _start(self, coroutine: Callable[[], Coroutine[Any, Any, None]], *, writes: bool = False) -> None:
-        """Start a coroutine on the loop; `close` waits for it, and with `writes` later syncs do, too. Any thread."""
+        """Start the coroutine that a function makes, as a task of the loop; any thread may call.
+
+        `close` waits for the task; later syncs do, too, if it `writes`.
+        """
 
         def start() -> None:
-            """Make the task, which is in its groups until it is done; on the loop's thread."""
+            """Make the task, and keep it in its groups until it is done; on the loop's thread."""
             task = self._loop.create_task(coroutine())
             for group in (self._running, self._writing) if writes else (self._running,):
                 group.add(task)
@@ -143,27 +149,31 @@ class AsyncIo:
         self._loop.call_soon_threadsafe(start)
 
     async def _drain(self) -> None:
-        """Wait until nothing is running; what was submitted before has become a task by now."""
+        """Wait until no task is running.
+
+        The loop takes calls in their order, so all that was submitted before this has become a task.
+        """
         while self._running:
             await asyncio.wait(set(self._running))
 
     async def _complete(self, op: int, offset: int, work: Coroutine[Any, Any, tuple[int, int]]) -> None:
-        """Await `work`, which returns (error, detail), and post the completion of operation `op`.
+        """Await `work`, and post the completion of operation `op`.
 
-        After an error the completion's detail is the slot's `offset`.
+        `work` returns (error, detail): if the error is 0, the detail is that of the completion, such as a payload's
+        checksum. After an error the completion's detail is the slot's `offset`.
         """
         started_s = time.monotonic()
         try:
             error, detail = await work
         except OSError as cause:
-            error, detail = cause.errno or errno.EIO, 0
+            error, detail = cause.errno or errno.EIO, 0  # an error of 0 would say that all went well
         except Exception as cause:  # every operation is completed, whatever happens
             _log.error("asyncio: %r", cause)
             error, detail = errno.EIO, 0
         self._queue.post(op, error, offset if error else detail, started_s, time.monotonic())
 
     async def _read(self, request: TileRequest) -> tuple[int, int]:
-        """Read a slot's header, then its payload, and verify both; return error and checksum."""
+        """Read a slot's header, then its payload, and verify both; return error and checksum (0 for none)."""
         header = bytearray(SLOT_HEADER_BYTES)
         if await self._transfer(_preadv, [memoryview(header)], request.offset) < SLOT_HEADER_BYTES:
             return ERROR_SHORT, 0
@@ -175,7 +185,7 @@ class AsyncIo:
         return (0, 0) if expected is None else await self._in_executor(_verify_payload, request, expected)
 
     async def _write(self, file: StoreFile, request: TileRequest) -> tuple[int, int]:
-        """Reserve room for a slot in the file, then write header and payload; return error and checksum."""
+        """Reserve room for a slot in the file, then write it; return error and checksum (0 for none)."""
         nbytes = SLOT_HEADER_BYTES + request.nbytes
         if error := await self._in_executor(_reserve, file, request.offset + nbytes):
             return error, 0
@@ -184,7 +194,10 @@ class AsyncIo:
         return (0, checksum or 0) if moved_bytes == nbytes else (errno.EIO, 0)
 
     async def _sync(self, before: frozenset[asyncio.Task[None]]) -> tuple[int, int]:
-        """Wait for the writes `before`, then make them durable; return the error, and 0."""
+        """Wait for the writes `before`, then make them durable; return (error, 0).
+
+        An error is noted in `_sync_error`, for all later syncs.
+        """
         if before:
             await asyncio.wait(before)
         try:
@@ -208,7 +221,7 @@ class AsyncIo:
                 piece = buffer[done : done + self._piece_bytes]
                 moved_bytes = await self._in_executor(call, self._descriptor, [piece], offset + total_bytes)
                 if moved_bytes == 0:
-                    return total_bytes  # the end of the file
+                    return total_bytes  # a read has come to the end of the file; a write has moved nothing
                 done += moved_bytes
                 total_bytes += moved_bytes
         return total_bytes

@@ -29,6 +29,7 @@ from offload.tiers.remote import ExistingRemoteStore, RemoteTier
 from offload.tiers.store import RANK_NAME, READER_NAME, RECORD_NAME, STORE_NAME
 
 _STORE_KEY = re.compile(rf"((?:{RANK_NAME.pattern}/)?{STORE_NAME.pattern})/")
+"""What the key of a store's object begins with, below a path: `offload-<uuid>/`, or `rank-<r>/offload-<uuid>/`."""
 
 
 class Bucket(Place):
@@ -47,6 +48,7 @@ class Bucket(Place):
         self._bucket_and_prefix = split_url(path, field)
 
     def check(self, field: str) -> Hashable:
+        """See `Place.check`; only that the client is installed. The bucket itself is tried when a store is opened."""
         import_botocore(self.path, field)
         return self._bucket_and_prefix
 
@@ -61,9 +63,11 @@ class Bucket(Place):
         return {"path": self.path, "file_system": "s3", "device": f"{bucket} at {endpoint}"}
 
     def for_rank(self, rank: int, field: str) -> Bucket:
+        """See `Place.for_rank`; nothing is made, as a prefix needs no object of its own."""
         return Bucket(f"{self.path.rstrip('/')}/rank-{rank}", field)
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
+        """See `Place.open`; no store is taken over here, and nobody takes turns."""
         check_options_without_threads(self.path, options, "requests to an object store take no turns")
         return RemoteTier(self.path, store, queue, options)
 
@@ -77,8 +81,8 @@ class Bucket(Place):
         return BucketFolder(f"{self.path.rstrip('/')}/offload-{store}")
 
     def stores(self, *, ranks: bool = True) -> list[BucketFolder]:
-        """See `Place.stores`; a store is known by the keys of its objects, whose sizes are added up."""
-        folder = BucketFolder(self.path, retry=HASTY)
+        """See `Place.stores`; a store is recognised by its objects' keys, and its size is the sum of theirs."""
+        folder = BucketFolder(self.path, retry=HASTY)  # a person waits for the list
         nbytes_by_store: dict[str, int] = {}
         for key, nbytes in folder.walk():
             match = _STORE_KEY.match(key)
@@ -113,6 +117,7 @@ class BucketFolder(Folder):
         self._client.retry = HASTY
 
     def read(self, name: str) -> bytes | None:
+        """See `Folder.read`; the object's size is asked for first, so that no object larger than allowed is read."""
         key = self._prefix + name
         with raising_checkpoint_error("read", f"{self.path}/{name}"), contextlib.suppress(ObjectMissingError):
             nbytes = self._client.head(key)
@@ -124,7 +129,7 @@ class BucketFolder(Folder):
             if nbytes and self._client.get_into(key, [memoryview(content)]) != nbytes:
                 raise CheckpointError(f"{self.path}/{name} changed while it was read; try again")
             return bytes(content)
-        return None
+        return None  # it was deleted between the two requests
 
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
         with raising_checkpoint_error("read", f"{self.path}/{name}"):
@@ -134,6 +139,7 @@ class BucketFolder(Folder):
 
     @contextlib.contextmanager
     def content(self, name: str, scratch: str | None) -> Iterator[FileBytes]:
+        """See `Folder.content`; the object is received straight into the temporary file, which is mapped for that."""
         where = f"{self.path}/{name}"
         with contextlib.ExitStack() as ends:
             with raising_checkpoint_error("read", where):
@@ -152,6 +158,7 @@ class BucketFolder(Folder):
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
         """Put one object, whole and durable when this returns; `begun` is ignored, as there are no locks."""
         whole = memoryview(content) if isinstance(content, bytes) else content
+        # `put` takes a list: of one buffer, or of the pieces that `content` yields.
         buffers = [whole] if isinstance(whole, FileBytes | memoryview) else [*whole]
         with raising_checkpoint_error("write", f"{self.path}/{name}"):
             self._client.put(self._prefix + name, buffers)
@@ -161,12 +168,14 @@ class BucketFolder(Folder):
             self._client.delete([self._prefix + name])
 
     def names(self) -> list[str]:
+        """See `Folder.names`; a key with a slash is that of an object further below."""
         with raising_checkpoint_error("list", f"{self.path}/"):
             keys = self._client.list(self._prefix)
         names = (key.removeprefix(self._prefix) for key in keys)
         return sorted(name for name in names if "/" not in name)
 
     def prepare(self) -> None:
+        """See `Folder.prepare`; there is nothing to make, so a trial object is all."""
         name = f"{TEMPORARY}{uuid.uuid4().hex}"
         retry, self._client.retry = self._client.retry, HASTY  # the training waits
         try:
@@ -184,9 +193,11 @@ class BucketFolder(Folder):
         return sum(nbytes for _, nbytes in self.walk()) if self._nbytes is None else self._nbytes
 
     def opened_by(self) -> str:
-        """Return who may still use the store, "" for nobody: its session, or one that has noted that it reads it.
+        """Return who may still use the store, for messages; "" for nobody.
 
-        A record or note that is missing, or empty, counts as that of a process that has ended.
+        The session that made the store has left a record in it, and each session that reads it a note. The first of
+        these whose process is not known to have ended may use it. A record or note that is missing, or empty, counts
+        as that of a process that has ended.
         """
         with raising_checkpoint_error("list", f"{self.path}/"):
             notes = self._client.list(self._prefix + READER_NAME)

@@ -63,8 +63,8 @@ class Turns:
         path: Directory whose identity names the lock; None for the tier's own path. Ranks that write to different
             subdirectories of one path take turns on the path.
         holders: Processes that may have a turn at once; the same number in all processes.
-        turn_bytes: Bytes that a turn may move while another process is waiting, and that are in flight at once (a
-            larger request goes alone). At each end of a turn the path is idle for a moment.
+        turn_bytes: Most bytes that a turn moves while another process is waiting; also most bytes in flight at once
+            (a larger request goes alone). At each end of a turn the path is idle for a moment.
         report_after_s: How long to wait for a turn before a warning names the process that has it.
     """
 
@@ -95,13 +95,13 @@ class FileBytes:
         return self._nbytes
 
     def __getitem__(self, part: slice) -> memoryview:
-        """Read a part of the content; a system call may return less than was asked for."""
+        """Read a part of the content, whose slice has no step; a system call may return less than was asked for."""
         start, stop, _ = part.indices(self._nbytes)
         content = memoryview(bytearray(stop - start))
         done = 0
         while done < len(content):
             read_bytes = os.preadv(self._descriptor, [content[done:]], self._first + start + done)
-            if not read_bytes:
+            if not read_bytes:  # the file ends here, although it had this part when its size was taken
                 raise CheckpointError("it became shorter while it was copied")
             done += read_bytes
         return content
@@ -123,10 +123,11 @@ def filling(descriptor: int, nbytes: int) -> Iterator[memoryview]:
     Raises:
         OSError: The disk is full.
     """
-    if not nbytes:
+    if not nbytes:  # the system maps no empty file
         yield memoryview(b"")
         return
-    os.posix_fallocate(descriptor, 0, nbytes)  # if the disk were full, a write to a map would kill us
+    # Allocated first: on a full disk, a write to mapped memory kills the process (SIGBUS) instead of raising.
+    os.posix_fallocate(descriptor, 0, nbytes)
     with mmap.mmap(descriptor, nbytes) as content, memoryview(content) as whole:
         yield whole
 
@@ -180,7 +181,8 @@ class Owned:
         path: The path as the user wrote it.
 
     Attributes:
-        kept: Offsets of the slots that `close` leaves in place, and the store with them; None to delete the store.
+        kept: Offsets of slots: `close` leaves the store in place, with at least these slots. None: `close` deletes
+            the store.
     """
 
     name: str
@@ -217,7 +219,10 @@ class Owned:
             raise TierError(operation, tier=self.name, path=self.path, detail=str(cause)) from cause
 
     def mark_closed(self) -> bool:
-        """Mark the tier as closed; return whether the caller has to free it: the first time, and not after a fork."""
+        """Mark the tier as closed; return whether the caller has to free its resources.
+
+        That is so at the first call, in the process that opened the tier; a forked child frees nothing.
+        """
         is_first = not self._closed
         self._closed = True
         return is_first and os.getpid() == self._pid
@@ -233,8 +238,11 @@ def check_options_without_threads(path: str, options: StoreOptions, why_no_turns
 
 
 def check_limits(max_bytes: int | None, depth: int, piece_bytes: int = SECTOR_BYTES) -> None:
-    """Raise `ConfigError` unless a tier can be opened with these sizes; `max_bytes` None is no limit."""
-    if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
+    """Raise `ConfigError` unless a tier can be opened with these sizes; `max_bytes` None is no limit.
+
+    A tier that does not cut its transfers into pieces leaves `piece_bytes` out: the default is always accepted.
+    """
+    if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:  # the smallest slot: a header and one sector
         raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
     check_depth(depth)
     if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES or piece_bytes > 1 << 30:
@@ -248,38 +256,47 @@ def check_depth(depth: int) -> None:
 
 
 def verify_header(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:
-    """Return an error unless a header that was read is the requested tile's (else 0); and the payload's checksum.
+    """Compare a slot's header, as it was read, with the request; return (error, checksum of the payload).
 
-    The header has to name the uuid `store`. The checksum is for `verify_payload`; None if the payload is not to be
-    verified. It is verified even if the caller will do that again (`request.checksum` is given): if it was damaged in
-    transfer, the tier can read it again.
+    The error is 0; `ERROR_HEADER` if the header is damaged, or is not that of the requested tile and version in the
+    store of uuid `store`; or `ERROR_CHECKSUM` if it has another checksum than the request. The checksum is for
+    `verify_payload`; None after an error, if the header has none, or if nobody wants the payload verified.
     """
+    # Verified even where the caller will do that again (`checksum` without `verify`): the tier can still read a
+    # payload again that was damaged in transfer.
     verifies = request.verify or request.checksum is not None
     return admit_slot_header(header, store, request.tile, request.step, request.nbytes, request.checksum, verifies)
 
 
 def verify_payload(request: TileRequest, expected: int) -> tuple[int, int]:
-    """Return an error unless a payload that was read has the checksum in its header (else 0); and its checksum."""
+    """Compute the CRC32C of a payload that was read; return (error, CRC32C).
+
+    The error is `ERROR_CHECKSUM` if the header has another checksum (`expected`), else 0.
+    """
     checksum = crc32c(request.address, request.nbytes)
     error = 0 if checksum == expected else ERROR_CHECKSUM
     return error, checksum
 
 
 def make_header(store: bytes, request: TileRequest) -> tuple[bytes, int | None]:
-    """Return the header for a tile that is to be written, and the payload's checksum in it (None: not verified)."""
+    """Return the header of a tile that is to be written, and the payload's checksum in it; None for no checksum."""
     checksum = None
-    if request.verify:
+    if request.verify:  # the header gets a checksum, which is computed here if the caller does not know it
         checksum = crc32c(request.address, request.nbytes) if request.checksum is None else request.checksum
     return make_slot_header(store, request.tile, request.step, request.nbytes, checksum), checksum
 
 
 def digest_of_slot(header: bytes, checksum: int | None, nbytes: int) -> int | None:
-    """Return the CRC32C of a header and its payload together from the payload's own, or None if that is None."""
+    """Return the CRC32C of a header followed by its payload of `nbytes`, without reading the payload again.
+
+    `checksum` is the payload's own CRC32C; the result is None if it is None.
+    """
     return None if checksum is None else crc32c_combine(digest_of(header), checksum, nbytes)
 
 
 def digest_of(content: bytes | memoryview, before: int = 0) -> int:
     """Return the CRC32C of bytes; to go on from earlier bytes, give their CRC32C as `before`."""
+    # `crc32c` takes an address, which numpy knows of bytes in place; numpy refuses to wrap none.
     return crc32c(np.frombuffer(content, np.uint8).ctypes.data, len(content), before) if content else before
 
 
@@ -291,15 +308,17 @@ def slot_bytes(nbytes: int) -> int:
 def check_request(request: TileRequest) -> None:
     """Raise `InternalError` unless a request is aligned as `TileRequest` says it has to be."""
     offset, address, nbytes = request.offset, request.address, request.nbytes
+    # A sector is a power of two: the three are multiples of it if the bits of all of them together are.
     if offset >= 0 and address > 0 and nbytes >= 0 and not (offset | address | nbytes) % SECTOR_BYTES:
         return  # before any message is made: this runs for every tile
     invariant(offset >= 0 and offset % SECTOR_BYTES == 0, f"unaligned slot: {request}")
     invariant(address > 0 and address % SECTOR_BYTES == 0, f"unaligned buffer: {request}")
-    invariant(False, f"unaligned length: {request}")
+    invariant(False, f"unaligned length: {request}")  # the only one of the three that is left
 
 
 def memory_of(request: TileRequest) -> memoryview:
-    """Return the memory that a request reads or writes; its caller keeps it alive."""
+    """Return the memory that a request reads or writes, without a copy; the request's caller keeps it alive."""
+    # ctypes wraps memory at an address as an array of chars; the cast makes plain bytes of these.
     return memoryview((ctypes.c_char * request.nbytes).from_address(request.address)).cast("B")
 
 
@@ -326,12 +345,14 @@ def system_error(operation: str, cause: OSError, tier: NamedPath) -> TierError:
 def tier_error(operation: str, completion: Completion, request: TileRequest | None, tier: NamedPath) -> TierError:
     """Return the error to raise for a failed completion of an operation: "read", "write" or "sync" (no `request`).
 
+    The tier is asked to explain the failure, if it can, which it does once only.
+
     Returns:
         `TierFullError` if there was no room, `CorruptRecordError` if what was read is not what was written, else a
         plain `TierError` with the system's error number.
     """
     invariant(completion.error != 0, "an error was made from a completion that succeeded")
-    # The detail of a failure is the offset where it happened, if the tier knows.
+    # The detail of a failure is the offset where it happened; 0 if the tier does not know.
     offset = None if request is None else completion.detail or request.offset
     detail = describe(request) if request is not None else ""
     reason = tier.explain(completion.op) if isinstance(tier, Explaining) else ""

@@ -108,12 +108,12 @@ class Directory(Place):
         """See `Place.open`; the tier takes turns on the path if the options ask for turns."""
         if options.io_backend == "auto" and self._wants_asyncio():
             options = replace(options, io_backend="asyncio")
-        if options.io_backend == "asyncio":
+        if options.io_backend == "asyncio":  # as the user has said, or as was found just now
             check_options_without_threads(self.path, options, "asyncio takes no turns, other backends do")
             options = replace(options, turns=None)
         if options.turns is None:
             return FileTier(self.path, store, queue, options)
-        inner_queue = CompletionQueue()
+        inner_queue = CompletionQueue()  # on which the turns' thread alone waits: it passes completions on to `queue`
         inner = FileTier(self.path, store, inner_queue, options)
         try:
             return TakingTurns(inner, inner_queue, queue, options.turns)
@@ -153,10 +153,11 @@ class Directory(Place):
     def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
         """See `Place.search`; directories that cannot be read are passed over."""
         folders: list[Path] = []
-        for named in map(Path, names):
-            path = named.parent if RANK_NAME.fullmatch(named.name) else named
+        for directory in map(Path, names):
+            # A name may be that of one rank's directory; the store may lie beside it, or in another rank's.
+            path = directory.parent if RANK_NAME.fullmatch(directory.name) else directory
             with contextlib.suppress(OSError):
-                candidates = [named, path, *_rank_directories(path)]
+                candidates = [directory, path, *_rank_directories(path)]
                 folders += [folder for folder in candidates if _is_directory(folder / f"offload-{store}")]
         return list(dict.fromkeys(map(str, folders)))  # each once
 
@@ -192,6 +193,7 @@ def mount_of(directory: str) -> tuple[str, str]:
 
     Both are "" if that is unknown. The directory is a real path.
     """
+    # Of several mounts at one point the last one listed stays: it lies over the others.
     mounts = {mount.mountpoint: (mount.device, mount.opts) for mount in psutil.disk_partitions(all=True)}
     mount_point = Path(directory)
     while str(mount_point) not in mounts and mount_point != mount_point.parent:
@@ -203,7 +205,8 @@ class DirectoryFolder(Folder):
     """A `Folder` on a file system; its methods are described there.
 
     Args:
-        path: The directory; made absolute, and links in it are resolved now, as they may change.
+        path: The directory. It is made absolute, and links in it are resolved when the folder is made, as they may
+            change later.
         follow: Whether its last name, and its files, may be links; False for a store.
     """
 
@@ -220,6 +223,7 @@ class DirectoryFolder(Folder):
         self._root = Path(self.path)
 
     def read(self, name: str) -> bytes | None:
+        """See `Folder.read`; a file that is not regular, or larger than allowed, is an error."""
         file_path = os.path.join(self.path, name)
         try:
             with (
@@ -233,7 +237,7 @@ class DirectoryFolder(Folder):
 
     def read_into(self, name: str, pieces: Sequence[memoryview]) -> None:
         file_path = os.path.join(self.path, name)
-        opener = partial(open_regular, follow=self._follow)
+        opener = partial(open_regular, follow=self._follow)  # refuses what is no regular file
         with raising_checkpoint_error("read", file_path), open(self._root / name, "rb", opener=opener) as file:
             is_shorter = any(file.readinto(piece) != len(piece) for piece in pieces)
             if is_shorter or file.read(1):  # a byte is left: the file is longer
@@ -293,23 +297,26 @@ class DirectoryFolder(Folder):
             trial = self._root / f"{TEMPORARY}{uuid.uuid4().hex}"
             trial.write_bytes(b"")
             trial.unlink()
-            # The names of parent folders that were made have to be durable, too.
+            # The names of the folder and of its parent, if these were made here, have to be durable, too: a name is
+            # durable once the directory that it stands in is synced.
             for directory in (self._root, *list(self._root.parents)[:2]):
-                with contextlib.suppress(PermissionError):
+                with contextlib.suppress(PermissionError):  # one that this user may not read was not made here
                     sync_directory(directory)
 
     def nbytes(self) -> int:
         with StoreDirectory(self._root) as files:
+            # Blocks, as a file may have holes; they are counted in units of 512 bytes on every file system.
             return sum(status.st_blocks * 512 for status in files.files().values())
 
     def opened_by(self) -> str:
-        """Check that a store is this user's, and no copy made by hand, whose record names another store.
+        """Check that a store is this user's, and no copy made by hand: the record of a copy names the original.
 
-        Returns "": its lock says who uses it (see `Folder.opened_by`).
+        Returns "": the store's lock says who uses it (see `Folder.opened_by`).
 
         Raises:
-            CheckpointError: It is another user's, or not the store that its record names.
+            CheckpointError: The store is another user's, or its record names another store.
         """
+        # Root may use any store. On some mounts all files have one owner, also those that this process makes.
         owner = os.stat(self._root, follow_symlinks=False).st_uid
         if os.geteuid() not in (0, owner) and owner != _owner_of_new_files(self._root.parent):
             raise CheckpointError(f"it belongs to the user with number {owner}")
@@ -319,7 +326,7 @@ class DirectoryFolder(Folder):
         except FileNotFoundError:
             return ""  # its session was killed while it made or deleted the store
         except (ValueError, TypeError, KeyError):
-            name = ""
+            name = ""  # no record of ours, which is refused below
         if name != self._root.name:
             raise CheckpointError(f"{self._root / RECORD_NAME} is not the record of this store")
         return ""
@@ -373,7 +380,7 @@ class ExistingStore(FileTier):
     cached = False
 
     def __init__(self, path: str, store: uuid.UUID, queue: CompletionQueue) -> None:
-        Owned.__init__(self, path)
+        Owned.__init__(self, path)  # not `FileTier.__init__`, which makes a store
         self.depth = DEPTH
         with self.raising_tier_error("open"), contextlib.ExitStack() as undo:
             self._directory = _ReadLockedStore(Path(os.path.abspath(path)) / f"offload-{store}")
@@ -389,7 +396,7 @@ class ExistingStore(FileTier):
         invariant(False, "a store of another session is written to")
 
     def free_bytes(self) -> int:
-        """Return 0."""
+        """Return 0: nothing can be written here."""
         return 0
 
 
@@ -417,7 +424,7 @@ class _ReadLockedStore(Store):
 def _open_data(path: Path) -> tuple[int, bool]:
     """Open a file for reading, with O_DIRECT if possible; return the descriptor, and whether it has O_DIRECT.
 
-    If anything goes wrong with O_DIRECT, the file is opened without; if that fails, too, its error counts.
+    If anything goes wrong with O_DIRECT, the file is opened without; an error of that second attempt is raised.
     """
     with contextlib.suppress(OSError):
         descriptor = open_regular(path, os.O_RDONLY | os.O_DIRECT)

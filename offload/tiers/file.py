@@ -39,7 +39,7 @@ def _log_once(message: str, level: int = logging.INFO) -> None:
 
 
 def choose_io_backend(wanted: str = "auto") -> str:
-    """Return the backend for the setting `wanted`, "threads" or "asyncio", and log it; "io_uring" is now "threads".
+    """Return the backend for the setting `wanted`, "threads" or "asyncio", and log it; for "io_uring", "threads".
 
     Raises:
         ConfigError: `wanted` is unknown.
@@ -48,6 +48,7 @@ def choose_io_backend(wanted: str = "auto") -> str:
         _log_once('io_backend "io_uring" is taken as "threads", which are as fast (said once)', logging.WARNING)
     elif wanted not in IO_BACKENDS:
         raise ConfigError("io_backend", wanted, "use " + " or ".join(f'"{name}"' for name in IO_BACKENDS))
+    # "auto", too, is "threads" here: where asyncio suits a path better, `Directory.open` has asked for "asyncio".
     chosen = "asyncio" if wanted == "asyncio" else "threads"
     _log_once(f"storage I/O by {chosen}")
     return chosen
@@ -112,8 +113,10 @@ class FileTier(Owned):
             self._status = os.fstat(descriptor)
             # `close` makes an existing file no shorter than it was.
             self._bytes_before = self._status.st_size if is_existing else 0
-            # The `StoreFile` owns the descriptor from here on: its destructor closes it, whatever happens.
+            # The `StoreFile` owns the descriptor from here on: its destructor closes it, whatever happens. For it a
+            # limit of 0 is none.
             self._file = StoreFile(descriptor, self.direct, store.bytes, options.max_bytes or 0, options.extent_bytes)
+            # The slots of an existing file count as used, so that `free_bytes` and `close` begin behind them.
             if used_bytes is not None and (error := self._file.reserve(used_bytes)):
                 raise OSError(error, os.strerror(error))
             if self.io_backend == "asyncio":
@@ -163,6 +166,7 @@ class FileTier(Owned):
 
     def check_in_place(self) -> None:
         """See `Tier.check_in_place`; compares the file that the path names with the open one."""
+        # A file that is not there any more is reported below, as another file is.
         with self.raising_tier_error("save"), contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.data_path), self._status):
                 return
@@ -182,7 +186,10 @@ class FileTier(Owned):
         self._io.inject(kind, nth, error, limit_bytes)
 
     def close(self) -> None:
-        """Finish what is in flight, end the threads, delete the store or what is not `kept`; idempotent."""
+        """Finish what is in flight, end the threads, and delete the store; idempotent.
+
+        After `keep` the store stays with all its slots, and only room that was allocated beyond them is freed.
+        """
         if not self.mark_closed():
             return  # closed before, or another process's
         self._io.close()
@@ -198,7 +205,8 @@ class FileTier(Owned):
 def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:
     """Create the data file, or open the `existing` one; return its descriptor, and whether it has O_DIRECT.
 
-    An existing file with a second name is refused: it may be the file of a backup, which must not change with it.
+    With `direct` O_DIRECT is tried; where it does not work, the descriptor goes through the page cache. An existing
+    file with a second name is refused: it may be the file of a backup, which must not change with it.
     """
     if existing:
         if os.stat(path).st_nlink > 1:
@@ -208,25 +216,27 @@ def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:
         buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
     if direct:
         # Some file systems refuse the flag at open, some at the first transfer: so a page is written and read, too.
-        descriptor = -1
+        descriptor = -1  # not open
         try:
             descriptor = open_regular(path, os.O_RDWR | os.O_DIRECT)
-            with mmap.mmap(-1, SECTOR_BYTES) as page:
+            with mmap.mmap(-1, SECTOR_BYTES) as page:  # O_DIRECT takes aligned memory only, as an anonymous map is
                 page[:8] = b"aligned?"
-                # Nothing is written to an existing file.
+                # Nothing is written to an existing file: there a page that can be read is enough.
                 written_bytes = SECTOR_BYTES if existing else os.pwritev(descriptor, [page], 0)
                 if written_bytes == SECTOR_BYTES and os.preadv(descriptor, [page], 0) == SECTOR_BYTES:
                     if not existing:
-                        os.ftruncate(descriptor, 0)
+                        os.ftruncate(descriptor, 0)  # remove the page of the trial
                     os.close(buffered)
                     return descriptor, True
         except OSError as cause:
+            # The first two refuse the flag. The others say that the disk is full: the page cache then takes its
+            # place, and writing a slot reports the full disk.
             if cause.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSPC, errno.EDQUOT):
                 os.close(buffered)
                 raise
             _log.info("%s: no O_DIRECT (%s), using the page cache", path, cause.strerror)
-        if descriptor >= 0:
+        if descriptor >= 0:  # opened, but the trial failed or was short
             os.close(descriptor)
         if not existing:
-            os.ftruncate(buffered, 0)
+            os.ftruncate(buffered, 0)  # what the trial may have written
     return buffered, False

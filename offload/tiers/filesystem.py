@@ -65,7 +65,8 @@ _FLOCK = "@hhqqi4x"
 """`struct flock`: type, whence, start, length, pid; native alignment and padding."""
 
 _PID_BYTES = 20
-"""Length of what a lock file holds: its owner's pid, as the system knows none for a lock that is no process's."""
+"""Length of a lock file's content: its owner's pid, as the system reports none (-1) for an open file description's
+lock."""
 
 _POLL_S = 1e-3
 """Seconds between attempts to acquire a lock that another process will release soon."""
@@ -73,35 +74,47 @@ _POLL_S = 1e-3
 
 @dataclass(slots=True, eq=False)
 class LockFile:
-    """A store's lock file that this process has open, once for all its locks on it.
+    """A store's lock file that this process has open: one object for all locks that the process has on the file.
 
-    Its locks are open file description locks: they stay when others in this process open and close the file, as
-    whoever copies the folder does. A copy of a descriptor would keep them, so a forked child closes its own.
+    On local file systems the locks are open file description locks. They stay when other code of this process opens
+    and closes the file, as a copy of the folder does. But a forked child's copy of a descriptor would keep them, so a
+    child closes its copies.
 
-    On network file systems they are POSIX record locks: closing any descriptor of the file gives up all that the
-    process has on it. So descriptors stay open until no lock is needed.
+    On network file systems, or where the system has no such locks, they are POSIX record locks (`has_record_locks`).
+    Closing any descriptor of the file gives up all that the process has on it, so all descriptors stay open until no
+    lock is needed.
+
+    Attributes:
+        key: Device and inode.
+        descriptors: The open descriptors of the file; the first has the readers' lock.
     """
 
     key: tuple[int, int]
     descriptors: list[int]
     has_record_locks: bool
-    owner: int = -1  # the descriptor that has the lock of `hold_lock`
-    readers: int = 0  # locks of `share_lock`, all of the first descriptor
+    owner: int = -1  # the descriptor that has the lock of `hold_lock`; -1 without that lock
+    readers: int = 0  # calls of `share_lock` that have not been undone: they share one lock
 
     def lock(self, descriptor: int, kind: int, byte: int) -> None:
-        """Lock or unlock a byte; raise OSError if another process has locked it, or there are no locks."""
+        """Lock or unlock a byte at once, by `kind` F_RDLCK, F_WRLCK or F_UNLCK.
+
+        Raises:
+            OSError: Another process has locked the byte, or the file system has no locks.
+        """
         command = fcntl.F_SETLK if self.has_record_locks else fcntl.F_OFD_SETLK
+        # From `byte` on, one byte; the pid has to be 0 for an open file description's lock.
         fcntl.fcntl(descriptor, command, struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0))
 
     def unlock(self, descriptor: int, byte: int) -> None:
-        """Unlock a byte: closing alone does not while a child that is just being forked has the descriptor, too."""
+        """Unlock a byte. Closing the descriptor is not enough: a child that is just being forked may have a copy."""
         with contextlib.suppress(OSError):  # a file server may refuse this for a deleted file
             self.lock(descriptor, fcntl.F_UNLCK, byte)
 
 
 _lock_files: dict[tuple[int, int], LockFile] = {}
-"""The lock files by device and inode."""
+"""The lock files that this process has open, by device and inode."""
 _table_lock = threading.RLock()
+"""Guards `_lock_files` and what is in them; held across a fork."""
 
 
 def _close_in_child() -> None:
@@ -113,7 +126,7 @@ def _close_in_child() -> None:
         file.owner = -1
         file.readers = 0
     _lock_files.clear()
-    _table_lock.release()
+    _table_lock.release()  # which was acquired before the fork
 
 
 # Nobody forks between opening a lock file and noting it.
@@ -177,7 +190,7 @@ def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[I
         OSError: The file could not be written; `path` is as it was before.
     """
     unfinished = path.with_name(temporary)
-    # Truncated only once it is locked: another process may be writing it.
+    # Opened without O_TRUNC: another process may be writing the file, so it is truncated only once it is locked.
     with open(unfinished, "wb", opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666)) as file:
         _lock_for_writing(file.fileno(), unfinished)
         try:
@@ -201,13 +214,15 @@ def replacing(path: Path, temporary: str, *, is_new: bool = False) -> Iterator[I
 
 @contextlib.contextmanager
 def working_in(folder: Path) -> Iterator[Path]:
-    """Make and lock a temporary folder, which is deleted at the end; what a killed process left in it goes first.
+    """Make and lock a temporary folder, which is deleted when this context ends; yield its path.
+
+    If a killed process has left the folder there, it is used again, and emptied first.
 
     Raises:
         OSError: The folder cannot be made, or another process uses it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink():
+    if folder.is_symlink():  # by which files elsewhere would be deleted below
         raise OSError(errno.ELOOP, "it is a link", str(folder))
     with open(folder / LOCK_NAME, "wb") as lock, contextlib.ExitStack() as ends:
         _lock_for_writing(lock.fileno(), folder / LOCK_NAME)
@@ -221,7 +236,9 @@ def working_in(folder: Path) -> Iterator[Path]:
 
 
 def _lock_for_writing(descriptor: int, path: Path) -> None:
-    """Lock a file that has just been opened for writing, so that this process alone writes it; not without locks.
+    """Lock a file that has just been opened for writing, so that this process alone writes it.
+
+    On a file system without locks nothing is done.
 
     Raises:
         OSError: Another process is writing it, or has replaced it meanwhile.
@@ -327,6 +344,7 @@ def hold_lock(path: Path, *, existing: bool = False) -> LockFile:
     """
     with _table_lock:
         if existing:
+            # Asked of our own notes: the system would grant this process its own record lock a second time.
             if (known := _known_lock_file(path)) is not None and known.owner >= 0:
                 raise BlockingIOError(errno.EAGAIN, "this process has locked it already", str(path))
             descriptor = open_regular(path, os.O_RDWR)
@@ -334,15 +352,16 @@ def hold_lock(path: Path, *, existing: bool = False) -> LockFile:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         file = _note_lock_file(descriptor)
         try:
-            if not _try_lock_as_owner(file, descriptor, 0.0):
+            if not _try_lock_as_owner(file, descriptor, 0.0):  # without a pause
                 if existing:
                     raise BlockingIOError(errno.EAGAIN, "another process has locked it", str(path))
+                # A process that deletes leftovers has the lock; `wait_for` gives each try the longest pause.
                 waits.wait_for(partial(_try_lock_as_owner, file, descriptor), lambda: f"whoever has locked {path}")
             # A new file's name is its session's alone: nobody else makes another file there.
             is_there = _is_at(path, descriptor) if existing else path.exists()
             if not is_there:
                 raise FileNotFoundError(errno.ENOENT, "somebody has deleted it meanwhile", str(path))
-            if not file.has_record_locks:
+            if not file.has_record_locks:  # the system reports no pid for such a lock, so the file gets it
                 with contextlib.suppress(OSError):  # a full disk: messages do without
                     os.pwrite(descriptor, f"{os.getpid():<{_PID_BYTES}}".encode(), 0)
         except BaseException:
@@ -354,7 +373,10 @@ def hold_lock(path: Path, *, existing: bool = False) -> LockFile:
 
 
 def _try_lock_as_owner(file: LockFile, descriptor: int, pause_s: float) -> bool:
-    """Try to lock a lock file as owner; return whether that succeeded, after a pause if another process has it."""
+    """Try to lock a lock file as owner; return whether that succeeded.
+
+    If another process has the lock, this pauses before it returns, for `pause_s` at most.
+    """
     try:
         file.lock(descriptor, fcntl.F_WRLCK, _OWNER_BYTE)
         return True
@@ -402,13 +424,16 @@ def unshare_lock(file: LockFile) -> None:
 
 
 def _known_lock_file(path: str | os.PathLike[str]) -> LockFile | None:
-    """Return a lock file that this process has open; None if it has not."""
+    """Return the lock file at a path if this process has it open, else None; FileNotFoundError if there is none."""
     status = os.stat(path, follow_symlinks=False)
     return _lock_files.get((status.st_dev, status.st_ino))
 
 
 def _note_lock_file(descriptor: int) -> LockFile:
-    """Return the lock file that was opened, with this descriptor among its own."""
+    """Note a new descriptor of a lock file; return the file's `LockFile`, which is made for its first descriptor.
+
+    If that fails, the descriptor is closed.
+    """
     try:
         status = os.fstat(descriptor)
         key = status.st_dev, status.st_ino
@@ -427,6 +452,7 @@ def _has_record_locks(descriptor: int) -> bool:
     A file server may keep an open file description's lock when the process that has it was killed.
     """
     try:
+        # Raises where the system has no open file description locks.
         byte_holder(descriptor, _OWNER_BYTE, fcntl.F_OFD_GETLK)
         return file_system(f"/proc/self/fd/{descriptor}") in NETWORK_FILE_SYSTEMS
     except OSError:
@@ -460,7 +486,9 @@ def lock_holder(store: str | os.PathLike[str], name: str = LOCK_NAME) -> int | N
 
 
 def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
-    """Return whether a store has more readers than `own` ones of this process; see `share_lock`.
+    """Return whether a store has readers other than `own` ones of this process: see `share_lock`.
+
+    A reader in another process counts, and so does one of this process beyond the number `own`.
 
     Raises:
         OSError: the lock file exists but cannot be opened.
@@ -469,9 +497,13 @@ def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
 
 
 def _holder_of_byte(path: str, byte: int, is_own: Callable[[LockFile], bool]) -> int | None:
-    """Return the pid of the process that has locked a byte of a lock file; None if none has.
+    """Return the pid of the process that has locked a byte of a lock file; None if none has or there is no file.
 
-    The system does not report this process's own locks, so `is_own` tells from the open file.
+    Args:
+        path: The lock file.
+        byte: The byte's position.
+        is_own: Returns whether this process itself has the lock, given the file as it has it open: the system does
+            not report a process's own locks to it.
     """
     with _table_lock:
         try:
@@ -482,17 +514,22 @@ def _holder_of_byte(path: str, byte: int, is_own: Callable[[LockFile], bool]) ->
             return os.getpid()
         if known is not None:  # opening it once more, and closing that, could give up our locks
             command = fcntl.F_GETLK if known.has_record_locks else fcntl.F_OFD_GETLK
+            # By the descriptor that has our readers' lock: the system does not report that one, which does not count.
             return _holder_of_lock(known.descriptors[0], byte, command)
         descriptor = open_regular(path)
         try:
             pid = _holder_of_lock(descriptor, byte, fcntl.F_GETLK)
-            return 0 if pid == os.getpid() else pid  # another container's: this process has its lock files open
+            # Our own pid is that of another container's process: if it were ours, the file would be known.
+            return 0 if pid == os.getpid() else pid
         finally:
             os.close(descriptor)
 
 
 def _holder_of_lock(descriptor: int, byte: int, command: int) -> int | None:
-    """Do as `byte_holder`; the pid that the system does not know is the one that the owner has noted, or 0."""
+    """Return the pid of the process that has locked a byte, or None; see `byte_holder`.
+
+    Where the system does not report the pid (-1), it is the one that the owner has written to the file, else 0.
+    """
     pid = byte_holder(descriptor, byte, command)
     if pid != -1:
         return pid
@@ -512,7 +549,8 @@ def byte_holder(descriptor: int, byte: int, command: int = fcntl.F_GETLK) -> int
     Raises:
         OSError: The file system has no locks.
     """
-    wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    # The system replaces it by a lock that conflicts, or by type F_UNLCK if none does.
-    lock_type, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, command, wanted))
+    # Ask which lock conflicts with a write lock, as every other lock does; nothing is locked. The answer is such a
+    # lock, or type F_UNLCK if there is none.
+    write_lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    lock_type, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, command, write_lock))
     return None if lock_type == fcntl.F_UNLCK else int(pid)

@@ -48,8 +48,10 @@ LEAST_BYTES_PER_S = 1 << 20
 """A transfer slower than this on average is given up and tried again."""
 
 URL_SECONDS = 3600
+"""How long a signed URL is valid."""
 
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+"""Environment variables that name a server other than AWS."""
 
 INSTALL = "install its client with: pip install 'offload[s3]'"
 
@@ -209,7 +211,8 @@ class Quiet(logging.Filter):
 
 quiet = Quiet()
 _loaders: list[Any] = []
-"""botocore's loader of service descriptions, shared by all clients: loading takes six times as long as the rest."""
+"""The first client's loader of service descriptions, which all later ones share; empty before there is one. Loading
+takes six times as long as all else that botocore does to make a client."""
 
 
 def import_botocore(path: str, field: str = "paths") -> ModuleType:
@@ -260,8 +263,10 @@ class S3Client:
 
     Args:
         path: "s3://bucket/prefix", for messages.
+        bucket: The bucket's name.
         retry: How requests are tried.
-        part_bytes: Size of the parts in which objects of more than `multipart_bytes` are uploaded.
+        multipart_bytes: Objects larger than this are uploaded in parts.
+        part_bytes: Size of these parts.
 
     Attributes:
         retry: May be changed between requests.
@@ -283,7 +288,7 @@ class S3Client:
         self._bucket = bucket
         self._multipart_bytes = multipart_bytes
         self._part_bytes = part_bytes
-        self._most_attempts = sys.maxsize
+        self._most_attempts = sys.maxsize  # until `limit_attempts` only the policy limits attempts
         self._gives_up = threading.Event()  # ends waits between attempts
         self._idle: list[tuple[str, http.client.HTTPConnection]] = []  # to be used again, with their host and port
         self._lock = threading.Lock()
@@ -331,7 +336,7 @@ class S3Client:
 
     def put(self, key: str, buffers: Sequence[memoryview | FileBytes], crc32c: int | None = None) -> None:
         nbytes = sum(len(buffer) for buffer in buffers)
-        if nbytes > self._multipart_bytes:
+        if nbytes > self._multipart_bytes:  # the store then verifies no checksum: `crc32c` is that of the whole
             self._put_parts(key, buffers, nbytes)
             return
         arguments: dict[str, Any] = {"Key": key}
@@ -343,7 +348,7 @@ class S3Client:
         self._with_retries(f"put {key}", lambda: self._send("put_object", arguments, buffers, headers))
 
     def create(self, key: str, content: bytes) -> None:
-        """See `ObjectClient.create`; a server that ignores the condition overwrites the object."""
+        """See `ObjectClient.create`; a server that ignores the condition `IfNoneMatch` overwrites the object."""
         self._request(f"create {key}", "put_object", Key=key, Body=content, IfNoneMatch="*")
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -424,8 +429,8 @@ class S3Client:
                 refusal = cause.response["Error"]
                 _raise_refused(what, status, str(refusal.get("Code")), str(refusal.get("Message")), cause)
             except (exceptions.BotoCoreError, OSError) as cause:
-                may_pass = exceptions.HTTPClientError | exceptions.ConnectionError | OSError
-                _raise_unanswered(what, cause, transient=isinstance(cause, may_pass))
+                transient_errors = exceptions.HTTPClientError | exceptions.ConnectionError | OSError
+                _raise_unanswered(what, cause, transient=isinstance(cause, transient_errors))
             return answer
 
         return self._with_retries(what, attempt)
@@ -453,7 +458,7 @@ class S3Client:
             if connection is None:
                 break
             if netloc == url.netloc:
-                connection.sock.settimeout(self.retry.stall_timeout_s)
+                connection.sock.settimeout(self.retry.stall_timeout_s)  # the policy may be another one now
                 return connection, True
             connection.close()  # to an earlier endpoint
         host, port = url.hostname or "", url.port
@@ -491,7 +496,7 @@ class S3Client:
                 connection, was_used = self._connect(url)
                 deadline_s = time.monotonic() + self.retry.stall_timeout_s + nbytes / LEAST_BYTES_PER_S
                 result = talk(connection, target, deadline_s)
-                if connection.sock is not None:
+                if connection.sock is not None:  # else `talk` has closed it
                     with self._lock:
                         self._idle.append((url.netloc, connection))
                 return result
@@ -499,10 +504,11 @@ class S3Client:
                 if connection is not None:
                     connection.close()
                 is_closed = isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError)
-                has_idled = was_used and is_closed
-                if not has_idled:  # a server may close idle connections: then try again at once with another one
+                was_closed_while_idle = was_used and is_closed
+                # A server may close idle connections: then the loop tries again at once, with another connection.
+                if not was_closed_while_idle:
                     _raise_unanswered(what, cause, transient=not isinstance(cause, ssl.SSLCertVerificationError))
-            except BaseException:  # the server must not wait for the rest of a request
+            except BaseException:  # hang up: the server must not wait for the rest of a request
                 if connection is not None:
                     connection.close()
                 raise
@@ -514,6 +520,7 @@ class S3Client:
 
         def talk(connection: http.client.HTTPConnection, target: str, deadline_s: float) -> int:
             """Fill the buffers from the answer; return the object's size."""
+            # "identity": the bytes as they are stored, so that their number is the object's size.
             connection.request("GET", target, headers={"Accept-Encoding": "identity"})
             answer = connection.getresponse()
             if answer.status != 200:
@@ -571,7 +578,7 @@ class S3Client:
             answer = connection.getresponse()
             if answer.status not in (200, 201, 204):
                 _raise_for_answer(what, answer)
-            answer.read()
+            answer.read()  # to its end, so that the connection can be used again
             if answer.will_close:
                 connection.close()
             return answer.getheader("ETag", "")
@@ -612,7 +619,7 @@ def _byte_range(buffers: Sequence[memoryview | FileBytes], start: int, stop: int
     pieces = []
     for buffer in buffers:
         if start < len(buffer) and stop > 0:
-            first = max(start, 0)  # in this buffer
+            first = max(start, 0)  # in this buffer; a `stop` beyond its end is cut to the end below
             pieces.append(buffer.part(first, stop) if isinstance(buffer, FileBytes) else buffer[first:stop])
         start -= len(buffer)  # from here on counted from the next buffer's start
         stop -= len(buffer)
@@ -632,11 +639,11 @@ def _errno_of(status: int) -> int:
 
 def _raise_for_answer(what: str, answer: http.client.HTTPResponse) -> NoReturn:
     """Raise the error for an HTTP answer that is not a success; its body names a code and a message."""
-    body = answer.read(64 << 10)
+    body = answer.read(64 << 10)  # a longer body is left unread: after an error the connection is closed
     code = message = ""
     try:
         for element in ElementTree.fromstring(body).iter():
-            name = element.tag.rpartition("}")[2]
+            name = element.tag.rpartition("}")[2]  # without the name space in braces
             if name == "Code":
                 code = element.text or ""
             elif name == "Message":
@@ -651,7 +658,7 @@ def _raise_refused(what: str, status: int, code: str, message: str, cause: Excep
     text = f"{what}: {status} {code}" + (f", {message}" if message else "")
     if advice := _ADVICE.get(code):
         text += f"; {advice}"
-    if status == 412:
+    if status == 412:  # a precondition has failed: the one of `create`, that there is no such object
         raise ObjectExistsError(text, code=code, status=status, errno=errno.EEXIST, transient=False) from cause
     if status == 404 and code != "NoSuchBucket":
         raise ObjectMissingError(text, code=code, status=status, errno=errno.ENOENT, transient=False) from cause
@@ -660,7 +667,10 @@ def _raise_refused(what: str, status: int, code: str, message: str, cause: Excep
 
 
 def _raise_unanswered(what: str, cause: Exception, *, transient: bool) -> NoReturn:
-    """Raise the error for a request that got no answer."""
+    """Raise the error for a request that got no answer.
+
+    Its `errno` is that of `cause` if the system made it, else the most similar one.
+    """
     code = getattr(cause, "errno", None)
     if isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__:
         code = errno.ETIMEDOUT

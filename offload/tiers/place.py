@@ -74,7 +74,7 @@ class Folder(Protocol):
         """
 
     def identity(self) -> str:
-        """Return what tells this folder from others on its device, also from copies of it; "" if nothing does."""
+        """Return a text that no other folder on the device has, not even a copy of this one; "" if there is none."""
 
     def write(self, name: str, content: bytes | Iterable[memoryview] | FileBytes, *, begun: str = "") -> None:
         """Make or replace a file, durably and atomically.
@@ -101,14 +101,17 @@ class Folder(Protocol):
         """Return the bytes that a store takes."""
 
     def opened_by(self) -> str:
-        """Check that a store is this user's; return who may still use it if it has no lock that says so, else ""."""
+        """Check that a store is this user's; return who may still use it, if it has no lock.
+
+        "" says that nobody does, or that the store's lock tells (`used_by`).
+        """
 
     def used_by(self) -> int | None:
         """Return the pid of the process that has a store's lock, or None; see `lock_holder`."""
         return None
 
     def is_read(self, *, own: int = 0) -> bool:
-        """Return whether a store is known to have more readers than `own` ones of this process."""
+        """Return whether a store is known to have readers other than `own` ones of this process."""
         return False
 
     def acquire_lock(self) -> LockFile | None:
@@ -149,7 +152,7 @@ class Place(Protocol):
         """
 
     def parts(self) -> tuple[str, ...]:
-        """Return the components of the full path: those of a place within another begin with the other's."""
+        """Return the components of the full path; a place lies within another if its parts begin with the other's."""
 
     def room(self) -> tuple[int, int | None]:
         """Return the bytes that may still be written, and the device's number (None: shared with no other place)."""
@@ -182,5 +185,8 @@ class Place(Protocol):
         """Return the existing stores by name, with `ranks` also those in `rank-<r>`; raises as a `Folder` does."""
 
     def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
-        """Return the paths, among `names` and ranks' folders beside or in them, that have a store of this uuid."""
+        """Return the paths that have a store of this uuid; here none.
+
+        Those of `names` are looked at, and the ranks' folders beside or in them.
+        """
         return []

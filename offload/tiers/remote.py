@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Sync:
-    """A sync that waits for the writes that were submitted before."""
+    """A sync that waits for the writes that were submitted before it; `writes` are their operations."""
 
     op: int
     writes: set[int]
@@ -213,7 +213,7 @@ class RemoteTier(Owned):
         if not self.mark_closed():
             return  # closed before, or another process's
         self._client.limit_attempts(1)
-        for lane in (self._reads, self._writes, self._deletes):
+        for lane in (self._reads, self._writes, self._deletes):  # deletes last: the writes queue them
             lane.close()
         self._client.limit_attempts(HASTY.attempts)
         self._remove()
@@ -222,11 +222,11 @@ class RemoteTier(Owned):
     # The store
 
     def _open(self, store: uuid.UUID, bucket: str) -> None:
-        """Make the store, and find out by trying whether the bucket can be used."""
+        """Make the store, and find out by trying whether the bucket can be used; on failure close the client."""
         # "opened_as" identifies this attempt, so that its own record can be recognised.
         self._record = {**describe_store(store), **describe_user(), "opened_as": uuid.uuid4().hex}
         content = json.dumps(self._record).encode()
-        returned = bytearray(len(content))
+        stored_content = bytearray(len(content))  # what is read back
         key = self.store_prefix + RECORD_NAME
         trial = self.store_prefix + "trial"
         try:
@@ -234,16 +234,16 @@ class RemoteTier(Owned):
                 self._client.create(key, content)
             except ObjectExistsError as cause:
                 # It is our own record if the answer to an earlier attempt was lost.
-                self._client.get_into(key, [memoryview(returned)])
-                if bytes(returned) != content:
+                self._client.get_into(key, [memoryview(stored_content)])
+                if bytes(stored_content) != content:
                     detail = "a store of this name exists already"
                     raise TierError(
                         "open", tier=self.name, path=self.path, errno=errno.EEXIST, detail=detail
                     ) from cause
-            self._written[key] = None
-            size = self._client.get_into(key, [memoryview(returned)])
+            self._written[key] = None  # from here on `_undo_open` deletes the record: it is ours
+            size = self._client.get_into(key, [memoryview(stored_content)])
             # Tiles are sent in another way than the record: try that, too.
-            self._written[trial] = None
+            self._written[trial] = None  # before the request: the object may be there even if the answer is lost
             self._client.put(trial, [memoryview(content)], digest_of(content))
             self._client.delete([trial])
             del self._written[trial]
@@ -254,42 +254,43 @@ class RemoteTier(Owned):
         except BaseException:
             self._undo_open()
             raise
-        if size != len(content) or returned != content:
+        if size != len(content) or stored_content != content:
             self._undo_open()
             raise ConfigError("paths", self.path, f"{self._client.endpoint} does not return what was stored there")
 
     def _undo_open(self) -> None:
         """Delete what a failed `_open` has made, and close the client."""
         self._client.limit_attempts(1)
-        if self._written:
+        if self._written:  # else nothing here is ours: a store of this name may be another session's
             self._remove()
         self._client.close()
 
     def _remove(self) -> None:
-        """Delete the objects of this store, except those that `keep` has named; note the session's end if any are.
+        """Delete the objects of this store; after `keep`, all but those of kept slots, and note the session's end.
 
-        Notes of sessions that read a kept store stay, too: they alone keep others from deleting it.
+        In a kept store its record and pins stay, too, and the notes of sessions that read it: these alone keep others
+        from deleting it.
         """
-        remaining = dict(self._written)
+        to_delete = dict(self._written)
         try:
             try:
                 # Also objects of requests that were given up before their answers came.
-                remaining.update(dict.fromkeys(self._client.list(self.store_prefix)))
+                to_delete.update(dict.fromkeys(self._client.list(self.store_prefix)))
             except ObjectError as error:
                 if not error.status:
                     raise  # the server does not answer: each request would wait in vain
-                # It may not be allowed to list: those that are known are deleted.
+                # The credentials may not allow listing: the objects that are known are deleted.
             if self.kept is not None:
-                kept = {self._slots[offset][0] for offset in self.kept if offset in self._slots}
-                kept |= {self.store_prefix + RECORD_NAME, self.store_prefix + PINS_NAME}
-                notes = self.store_prefix + READER_NAME
-                remaining = {key: None for key in remaining if key not in kept and not key.startswith(notes)}
-            self._client.delete(list(remaining))
+                kept_keys = {self._slots[offset][0] for offset in self.kept if offset in self._slots}
+                kept_keys |= {self.store_prefix + RECORD_NAME, self.store_prefix + PINS_NAME}
+                notes = self.store_prefix + READER_NAME  # what the keys of readers' notes begin with
+                to_delete = {key: None for key in to_delete if key not in kept_keys and not key.startswith(notes)}
+            self._client.delete(list(to_delete))
             if self.kept is not None:
                 self._note_end()
         except ObjectError as error:
             _log.warning(
-                "left %d objects in place below %s of %s: %s", len(remaining), self.store_prefix, self.path, error
+                "left %d objects in place below %s of %s: %s", len(to_delete), self.store_prefix, self.path, error
             )
 
     def _note_end(self) -> None:
@@ -364,7 +365,7 @@ class RemoteTier(Owned):
             self._to_delete.pop(key, None)
             self._reserved.add(key)
             self._lock.wait_for(lambda: key not in self._deleting)
-            self._written[key] = None
+            self._written[key] = None  # only now: the end of that delete has removed the key from `_written`
 
     def _store_object(self, key: str, request: TileRequest) -> int:
         """Store header and payload as one object; return the payload's checksum, 0 if it has none."""
@@ -374,17 +375,18 @@ class RemoteTier(Owned):
         return checksum or 0
 
     def _set_slot(self, key: str, request: TileRequest) -> None:
-        """Note that a slot now holds the object `key`; delete the objects that overlapping slots held, and its own.
+        """Note that a slot holds the object `key`; delete its former object, and those of slots that it overlaps.
 
         Objects whose key is being written again are not deleted.
         """
         start = request.offset
         end = start + SLOT_HEADER_BYTES + request.nbytes
         with self._lock:
+            # Slots `first` to `beyond`, in the order of their offsets, are those that this slot replaces.
             first = bisect.bisect_left(self._offsets, start)
             if first > 0:
                 _, end_before = self._slots[self._offsets[first - 1]]
-                if end_before > start:
+                if end_before > start:  # the slot before reaches into this one
                     first -= 1
             beyond = bisect.bisect_left(self._offsets, end, first)
             for offset in self._offsets[first:beyond]:
@@ -399,7 +401,7 @@ class RemoteTier(Owned):
             self._deletes.put(self._delete_batch)
 
     def _delete_failed(self, key: str, offset: int) -> None:
-        """Delete the object of a failed write: the store may have it although no answer said so."""
+        """Delete the object of a failed write, as the store may have it although its answer did not arrive."""
         with self._lock:
             self._reserved.discard(key)
             present_key, _ = self._slots.get(offset, ("", 0))
@@ -414,7 +416,7 @@ class RemoteTier(Owned):
             batch = list(self._to_delete)[:DELETE_KEYS]
             for key in batch:
                 del self._to_delete[key]
-            self._deleting = frozenset(batch)
+            self._deleting = frozenset(batch)  # of no other batch: the lane of deletes has one thread
         if not batch:
             return  # an earlier call has deleted them all
         try:
@@ -428,7 +430,7 @@ class RemoteTier(Owned):
             if deleted:
                 for key in batch:
                     self._written.pop(key, None)
-            self._lock.notify_all()
+            self._lock.notify_all()  # wakes writes of these keys: see `_reserve_key`
 
     def _note_failure(self, request: TileRequest, cause: Exception, error: int) -> int:
         """Note why an operation failed, for `explain`; return `error`."""
@@ -441,16 +443,16 @@ class RemoteTier(Owned):
         self._queue.post(request.op, error, request.offset if error else checksum, started_s, time.monotonic())
 
     def _finish_syncs(self, written: int) -> None:
-        """Note that a write has ended, and complete the syncs that waited for it alone."""
-        done = []
+        """Note that the write of operation `written` has ended; complete the syncs that waited for no other write."""
+        finished_syncs = []
         with self._lock:
             self._writing.discard(written)
             for sync in self._syncs:
                 sync.writes.discard(written)
                 if not sync.writes:
-                    done.append(sync)
+                    finished_syncs.append(sync)
             self._syncs = [sync for sync in self._syncs if sync.writes]
-        for sync in done:
+        for sync in finished_syncs:
             self._queue.post(sync.op, 0, 0, sync.started_s, time.monotonic())
 
 
@@ -471,7 +473,7 @@ class ExistingRemoteStore(RemoteTier):
         invariant(False, "a store of another session is written to")
 
     def _open(self, store: uuid.UUID, bucket: str) -> None:
-        """Check that the store has a record."""
+        """Check that the store has a record; on failure close the client."""
         try:
             size = self._client.head(self.store_prefix + RECORD_NAME)
         except ObjectError as cause:
@@ -484,7 +486,7 @@ class ExistingRemoteStore(RemoteTier):
             raise TierError("open", tier=self.name, path=self.path, errno=errno.ENOENT, detail=detail)
 
     def _key_to_read(self, request: TileRequest) -> str | None:
-        """Return the key that the writer has made: here no index of slots is kept."""
+        """Return the key that the writer has made: it follows from the request, so no index of slots is needed."""
         return self.key(request)
 
     def _remove(self) -> None:

@@ -76,8 +76,8 @@ class Store:
             return
         self.directory.mkdir(mode=0o700)
         try:
-            while not self._lock_new(path):
-                self.directory.mkdir(mode=0o700, exist_ok=True)
+            while not self._lock_new(path):  # another process has deleted it: make it again
+                self.directory.mkdir(mode=0o700, exist_ok=True)  # it is there if its lock file alone was deleted
             # Written atomically: with a damaged record the store of a killed session would never be deleted.
             with replacing(self.directory / RECORD_NAME, f"{TEMPORARY}{RECORD_NAME}") as file:
                 file.write(json.dumps(describe_store(store)).encode())
@@ -103,12 +103,16 @@ class Store:
             self._delete(LOCK_NAME, directory=True)
 
     def _lock_new(self, path: str) -> bool:
-        """Lock the new directory; return False if another process has deleted it, as a leftover, before that."""
+        """Lock the new directory, if the file system has locks; return whether the directory is still there.
+
+        The directory's identity is noted, for `_delete`. Before the directory is locked, another process may take it
+        for a leftover and delete it.
+        """
         try:
             self._identity = _identity(os.stat(self.directory, follow_symlinks=False))
             self._lock = hold_lock(self.directory / LOCK_NAME)
         except OSError as cause:
-            if cause.errno in (errno.ENOENT, errno.ESTALE):
+            if cause.errno in (errno.ENOENT, errno.ESTALE):  # gone; on NFS the second of them
                 return False
             if cause.errno not in NO_LOCK_ERRNOS:
                 raise
@@ -116,9 +120,9 @@ class Store:
         return True
 
     def _delete(self, *names: str, directory: bool = False) -> None:
-        """Delete files of the store, then with `directory` the directory, unless its name means another one now.
+        """Delete files of the store, and then, with `directory`, its directory.
 
-        A failure is logged: the store is left in place.
+        Nothing is deleted if another directory has its name by now. A failure is logged: the store is left in place.
         """
         try:
             with StoreDirectory(self.directory) as files:
@@ -128,13 +132,13 @@ class Store:
                 if directory:
                     files.remove()
         except FileNotFoundError:
-            pass
+            pass  # the directory has been deleted already
         except OSError as cause:
             _log.warning("left %s in place: %s", self.directory, cause.strerror)
 
 
 class StoreDirectory:
-    """The directory of a store, held open, so that files are deleted in it even if its name means another one now.
+    """The directory of a store, kept open: files are deleted in this directory, even if its name means another one.
 
     A context manager. Links are not followed, neither to the directory nor in it.
 

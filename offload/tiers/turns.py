@@ -45,7 +45,9 @@ _log = logging.getLogger(__name__)
 
 
 class LockByte:
-    """A byte of a lock file, which one session of one process has locked at a time.
+    """A byte of a lock file, which at most one session has locked at a time.
+
+    The byte's record lock excludes other processes; a `threading.Lock` excludes other sessions of this process.
 
     Args:
         file: The file's descriptor, this process's only one.
@@ -65,7 +67,7 @@ class LockByte:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._position)
         except OSError as cause:
             self._in_process.release()
-            if cause.errno in (errno.EAGAIN, errno.EACCES):
+            if cause.errno in (errno.EAGAIN, errno.EACCES):  # POSIX allows either for a lock of another process
                 return False
             raise
         return True
@@ -73,10 +75,10 @@ class LockByte:
     def release(self) -> None:
         """Unlock the byte."""
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, self._position)
-        self._in_process.release()
+        self._in_process.release()  # last: else another session could lock the byte, and this would unlock it
 
     def holder(self) -> int | None:
-        """Return the pid of the process that has the byte, None if none has; 0 if it cannot be seen from here."""
+        """Return the pid of the process that has the byte, or None; 0 for a process that cannot be seen from here."""
         if self._in_process.locked():
             return os.getpid()
         pid = byte_holder(self.file, self._position)
@@ -84,7 +86,8 @@ class LockByte:
 
 
 _lock_bytes: dict[tuple[int, int, int], list[LockByte]] = {}
-"""The bytes of each lock file that this process has opened, by process, device and inode."""
+"""The bytes of each lock file that this process has opened, by process, device and inode. A forked child inherits the
+entries of its parent, whose locks are not its own; so it opens a file anew, under its own pid."""
 _opening_lock = threading.Lock()
 
 
@@ -123,6 +126,7 @@ def lock_bytes(path: str | os.PathLike[str], holders: int = 1) -> list[LockByte]
             file = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             _lock_bytes[key] = [LockByte(file, 0)]
         known_bytes = _lock_bytes[key]
+        # An earlier caller may have needed fewer turns, or more.
         known_bytes += [LockByte(known_bytes[0].file, position) for position in range(len(known_bytes), holders + 1)]
     return known_bytes[: holders + 1]
 
@@ -176,7 +180,8 @@ class TakingTurns(Owned):
         self._submit("write", request.op, request.nbytes, partial(self.inner.write, request))
 
     def sync(self, op: int) -> None:
-        self._submit("sync", op, SECTOR_BYTES, partial(self.inner.sync, op))  # a turn of syncs ends too
+        # A sync moves no bytes; it counts as a sector, so that a turn of nothing but syncs ends, too.
+        self._submit("sync", op, SECTOR_BYTES, partial(self.inner.sync, op))
 
     def set_depth(self, depth: int) -> None:
         """Change the depth of the inner tier."""
@@ -223,7 +228,7 @@ class TakingTurns(Owned):
         """While there are requests: acquire a turn, use it, release it; until the tier is closed."""
         while self._requests or not self._closed:
             if not self._requests:
-                self._inner_queue.wait()
+                self._inner_queue.wait()  # nothing is in flight, so what comes are `WAKE`s only
                 continue
             try:
                 turn = self._acquire_turn()
@@ -234,7 +239,10 @@ class TakingTurns(Owned):
             turn.release()
 
     def _acquire_turn(self) -> LockByte:
-        """Lock the head of the line, then wait for a turn, and lock that.
+        """Wait for the head of the line and lock it, then wait for any turn and lock it; return the turn.
+
+        `candidates` are the bytes that are tried: first the line, and once that is locked, the turns. The line is
+        unlocked at the end.
 
         Raises:
             TimeoutError: The tier is being closed, and no turn has come in time.
@@ -272,10 +280,16 @@ class TakingTurns(Owned):
             request.start()
         except Exception as cause:
             _log.error("%s: %r", self.path, cause)
+            # On the inner queue, as the inner tier would: `_use_turn` ends the request and passes this on.
             self._inner_queue.post(request.op, errno.ECANCELED)
 
     def _use_turn(self) -> None:
-        """Pass requests on, and completions back, until the turn is over."""
+        """Pass requests on, and completions back, until the turn is over.
+
+        After each `Turns.turn_bytes` it is asked whether another process waits: then no request is started any more,
+        and the turn is over once nothing is in flight. It is also over if nothing is in flight and no request comes
+        for `LINGER_S`, or the tier is closed.
+        """
         bytes_in_flight: dict[int, int] = {}  # by operation
         moved_bytes = 0  # since the turn began, or since no process was found waiting
         limit_bytes = self._turn_settings.turn_bytes
@@ -318,6 +332,7 @@ class TakingTurns(Owned):
         """Return a sentence about a long wait for a turn: which process has it, and what to do."""
         # The turns are asked before the line: whoever has the line waits for a turn, too.
         holder = next((pid for lock_byte in (*self._turns, self._line) if (pid := lock_byte.holder()) is not None), 0)
+        # 0: a process of which no pid is known, or none any more since the last try.
         who = f"process {holder}" if holder else "a process that cannot be seen from here (another container?)"
         story = f"waited {format_seconds(waited_s)} for a turn on path {self.path}, which {who} has"
         if holder and _is_stopped(holder):

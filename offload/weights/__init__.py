@@ -1,1 +1,1 @@
-"""Where a model's weights lie: in a file on a drive (`offload.weights.file`)."""
+"""Where a model's weights lie: in a file on a drive (`weights.file`), or in host memory (`weights.host`)."""

@@ -1,6 +1,7 @@
-"""The default process group of a process that is alone: torch needs one for a mesh, even of one device.
+"""A default process group for a process that is alone, as torch needs one for a mesh, even of one device.
 
-Its collectives copy their input, or leave it as it is. It opens no port, has no thread, and reads no environment.
+The group's collectives copy their input, or leave it as it is. It opens no port, has no thread, and reads no
+environment variables, unlike torch's own groups.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _made: weakref.ref[Alone] | None = None
 
 
 class Alone:
-    """Makes the default process group, which ends with this object, unless it has been ended before."""
+    """The owner of a default process group, which it makes. The group ends with this object, if not before."""
 
     def __init__(self, device: torch.device) -> None:
         distributed: Any = torch.distributed
         if BACKEND not in distributed.Backend.backend_list:
             devices = ["cpu", device.type]
-            # `extended_api`: torch passes `_make_group` all that it knows, and options.
+            # With `extended_api` torch calls `_make_group` with two objects: what it knows of the group, and options.
             distributed.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=devices)
         distributed.init_process_group(BACKEND, store=distributed.HashStore(), rank=0, world_size=1)
         end = weakref.finalize(self, _end_group, weakref.ref(distributed.group.WORLD))
@@ -40,7 +41,10 @@ def check_alone() -> None:
 
 
 def alone(device: torch.device) -> Alone | None:
-    """Return the owner of our default process group, made if there is none; None if others made the group."""
+    """Return the owner of the default process group; make both if there is no group.
+
+    None if somebody else has made the group. Else the caller keeps the owner as long as it needs the group.
+    """
     global _made
     if torch.distributed.is_initialized():
         return _made() if _made is not None else None
@@ -56,7 +60,7 @@ def _make_group(common: Any, options: Any) -> Any:
 
 
 def _end_group(group: weakref.ref[Any]) -> None:
-    """Destroy the default process group if it is still ours."""
+    """Destroy the default process group if it is still `group`, the one that `Alone` has made."""
     distributed: Any = torch.distributed
     if distributed.is_initialized() and distributed.group.WORLD is group():
         distributed.destroy_process_group()

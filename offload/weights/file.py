@@ -84,8 +84,8 @@ class _Unit:
     """Weights that are used together: a layer's, or those that a module outside of layers has itself.
 
     Attributes:
-        ranges: Where the weights lie in the file: offset and size of each run.
-        weights: For each weight the module that has it, and its name there and in the model.
+        ranges: Where the weights lie in the file: offset and bytes of each range.
+        weights: For each weight the module that has it, its name in that module, and its name in the model.
     """
 
     ranges: list[tuple[int, int]]
@@ -107,6 +107,7 @@ class WeightsInFile:
         layers: Sequence[nn.Module] | None = None,
         safetensors: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
+        # All that can refuse the model or the folder comes before the first move, so that nothing has changed then.
         modules_of_units = units(model, layers)
         _check_model(model)
         files = checked(model, safetensors)
@@ -120,6 +121,8 @@ class WeightsInFile:
         give_buffers(model, torch.device("cpu"))
         read_into(model, files, self.file)
         for number, modules in enumerate(modules_of_units):
+            # A unit's first module is the one that is called. The first hook comes before hooks of the user, which
+            # may use weights.
             self._handles += [
                 modules[0].register_forward_pre_hook(partial(self._before_forward, number), prepend=True),
                 modules[0].register_forward_hook(partial(self._after_forward, number)),
@@ -135,7 +138,10 @@ class WeightsInFile:
             self._handles.pop().remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a copy (pickled or deep, as hooks are copied with a model) do nothing: its weights lie in memory."""
+        """Make a copy of this, pickled or deep, do nothing.
+
+        Hooks are copied with their model, and this object with them. But the copy's weights lie in memory.
+        """
         return _without_units, ()
 
     def _move_unit(
@@ -149,9 +155,9 @@ class WeightsInFile:
 
         Args:
             modules: The modules that have them.
-            names: Of all modules in the model.
-            offsets: Of all weights in the file.
-            moved: The weights that were moved so far, by what they were before; this adds to it.
+            names: Names of all modules in the model.
+            offsets: Offsets in the file, in bytes, of all weights.
+            moved: The parameters that lie in the file so far, by the parameter before the move; this adds to it.
         """
         weights, places = [], list[tuple[int, int]]()
         for module in modules:
@@ -159,9 +165,9 @@ class WeightsInFile:
                 if not weight.numel():  # it has no place in the file
                     continue
                 offset = offsets[weight]
-                if weight not in moved:
+                if weight not in moved:  # else it is tied, and lies there
                     moved[weight] = self._move_weight(weight, offset)
-                if weight.is_meta:  # what was moved is a new object
+                if weight.is_meta:  # it cannot get memory: a new parameter takes its place
                     module.register_parameter(name, moved[weight])
                 places.append((offset, weight.nbytes))
                 full_name = f"{names[module]}.{name}".lstrip(".")
@@ -174,7 +180,7 @@ class WeightsInFile:
     def _move_weight(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
         """Move a weight to the file; return it, or for one on the meta device a new parameter."""
         flat = self.file.tensor(offset, weight.numel(), weight.dtype)
-        # With its strides, unless they leave gaps.
+        # The weight keeps its strides (channels last, say), unless they leave gaps: the file has no room for gaps.
         place = flat.as_strided(weight.shape, weight.stride()) if shards.is_dense(weight) else flat.view(weight.shape)
         if weight.is_meta:
             moved: nn.Parameter = torch.Tensor._make_subclass(type(weight), place, weight.requires_grad)
@@ -185,14 +191,18 @@ class WeightsInFile:
             weight.data = place
         return weight
 
-    @_disable_dynamo
+    @_disable_dynamo  # of a compiled model, too, the hook runs as it is
     def _before_forward(self, number: int, *of_forward: Any) -> None:
-        """Have a unit's weights in memory; a hook before its forward."""
+        """Wait until a unit's weights are in memory; a hook before its forward."""
         self._have_unit_in_memory(number)
 
-    @_disable_dynamo
+    @_disable_dynamo  # as `_before_forward`
     def _after_forward(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Hook one of a layer's outputs: its gradient begins the layer's backward pass, which reads it again."""
+        """Hook one of a unit's outputs, so that the unit's weights are in memory again for its backward pass.
+
+        That hook runs when the output's gradient has been computed, before the unit's own backward. This one runs
+        after its forward.
+        """
         for output in _pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad and not output.is_leaf:
                 output.register_hook(lambda gradient: self._have_unit_in_memory(number))  # type: ignore[no-untyped-call]
@@ -208,7 +218,7 @@ class WeightsInFile:
 
 
 def _without_units() -> WeightsInFile:
-    """Return the object whose hooks a copy of a model has: they do nothing."""
+    """Return the object to which hooks in a copy of a model belong: without units they do nothing."""
     copied = WeightsInFile.__new__(WeightsInFile)
     copied._units = []
     copied._handles = []
@@ -217,7 +227,11 @@ def _without_units() -> WeightsInFile:
 
 
 def _offsets_in_file(modules_of_units: Iterable[Sequence[nn.Module]]) -> tuple[dict[torch.Tensor, int], int]:
-    """Return the offset of each weight, unit by unit, and the size of all; a unit begins on a page."""
+    """Return the offset of each weight in the file, and where the last one ends, both in bytes.
+
+    Weights lie unit by unit, and a unit begins on a page: pages are read and let go of whole. A tied weight lies in
+    the first of its units.
+    """
     offsets = dict[torch.Tensor, int]()
     end = 0
     for modules in modules_of_units:
@@ -230,7 +244,10 @@ def _offsets_in_file(modules_of_units: Iterable[Sequence[nn.Module]]) -> tuple[d
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse a model with tensors that cannot lie in a file: not on the CPU or meta device, not dense, or wrapped."""
+    """Refuse a model with tensors that cannot lie in a file.
+
+    Those are on another device than the CPU or the meta device, not dense, or wrap other tensors, as `DTensor`s do.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta") or tensor.layout != torch.strided:
             where = f"{tensor.layout} on {tensor.device}"
@@ -254,10 +271,10 @@ def _check_once(model: nn.Module) -> None:
 
 
 def _check_place(full_name: str, module: nn.Module | None, name: str, file: MappedFile) -> None:
-    """Refuse a weight that does not lie in the file any more.
+    """Refuse a weight that does not lie in the file any more, as after `model.to(...)`.
 
-    One that its module has not any more is let pass: the model may have changed. So are plain tensors:
-    `functional_call`'s.
+    If the module has no parameter of that name any more, nothing is refused: the model may have changed. A plain
+    tensor in the parameter's place passes, too: `functional_call` puts one there for a call.
 
     Args:
         full_name: The weight's name in the model.

@@ -1,8 +1,8 @@
-"""Weights in host memory: a model that does not fit on its device is computed there, a layer at a time.
+"""Weights in host memory, for a model that does not fit on its device: each layer is copied there when it computes.
 
-torch's FSDP2, on a mesh of one device, copies ("gathers") the weights. This module adds what FSDP2 lacks for that:
-which modules form a group, memory that is registered with the device once and at its exact size, state dicts of plain
-tensors, and errors for changes that FSDP2 would not notice.
+torch's FSDP2, on a mesh of one device, copies the weights, which it calls gathering. This module adds what FSDP2
+lacks for that: which modules form a group, memory that is registered with the device once and at its exact size,
+state dicts of plain tensors, and errors for changes that FSDP2 would not notice.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class WeightsInHostMemory:
     Attributes:
         device: The device that computes.
         file: The mapped file with the weights; None if they lie in registered memory.
-        nbytes: Their size in host memory, with padding for alignment.
-        pinned_bytes: How much of that is pinned.
+        nbytes: Bytes of the weights in host memory, with padding for alignment.
+        pinned_bytes: How many of these bytes are pinned.
         window_bytes: The most that is on the device at a time: the model's own weights, and those of two layers.
     """
 
@@ -95,6 +95,7 @@ class WeightsInHostMemory:
         path: str | os.PathLike[str] | None = None,
         safetensors: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
+        # Whatever can refuse the model comes first, so that nothing has changed then.
         stays = _weights_to_stay(model, on_device)
         _check_free(model)
         files = checked(model, safetensors)
@@ -126,12 +127,14 @@ class WeightsInHostMemory:
             _shard(model, modules, stays, self.device)
             self._groups = shards.fsdp_groups(model)
             layer_bytes = {group: self._move_group(group, originals) for group in self._groups}
-            _state_of(model)._lazy_init()  # the model is FSDP2's root, whichever of its modules is called first
+            # Makes the model FSDP2's root now: later it would be whichever of its modules is called first.
+            _state_of(model)._lazy_init()
 
         self.nbytes = sum(layer_bytes.values())
         self.pinned_bytes = self._pinned.pinned_bytes
         self._layers = None if self.file is None else LayerReadAhead(self.file, [[place] for place in self._ranges])
-        # The model's own weights, those in no layer, stay on the device from the first to the last layer.
+        # The model's own weights, those in no layer, stay on the device from the first to the last layer. They are
+        # taken out of `layer_bytes`, which has layers alone from here on.
         own_bytes = sum(layer_bytes.pop(group) for group in self._groups if model in group.modules)
         # One layer is computed while the next one is copied.
         self.window_bytes = own_bytes + sum(sorted(layer_bytes.values())[-2:])
@@ -148,7 +151,10 @@ class WeightsInHostMemory:
         return self
 
     def _move_group(self, group: Any, originals: _Originals) -> int:
-        """Move the weights of a group to an arena of their own, or to the file; return their size."""
+        """Move the weights of a group to an arena of their own, or to the file; return their bytes, with padding.
+
+        `originals` has the user's weights, in whose place FSDP2 has sharded weights on the meta device.
+        """
         fsdp_params = group.fsdp_params
         weights = [originals[p._module_info.module, p._module_info.param_name] for p in fsdp_params]
         ends = [*accumulate(up(weight.nbytes) for _, weight in weights)]
@@ -166,7 +172,7 @@ class WeightsInHostMemory:
             sharded = nn.Parameter(fsdp_param.to_sharded_dtensor(place), requires_grad=weight.requires_grad)
             sharded.__dict__.update(weight.__dict__)  # attributes that the user has set
             fsdp_param._setattr_on_modules(sharded)
-            fsdp_param.reset_sharded_param()
+            fsdp_param.reset_sharded_param()  # has FSDP2 gather from the new one
             self._places[fsdp_param] = name, place.data_ptr()
             places.append((place.data_ptr(), place.nbytes))
         if isinstance(memory, MappedFile):
@@ -174,14 +180,20 @@ class WeightsInHostMemory:
             return nbytes
         is_pinned = self._pin_if_possible(memory, places)
         for fsdp_param in fsdp_params:
-            # Then FSDP2 copies gradients asynchronously, to memory that it pins; pinned weights it does not copy.
+            # With True FSDP2 copies gradients asynchronously, to memory that it pins. It would also copy weights to
+            # pinned memory, but not those that are pinned already.
             fsdp_param.pin_memory = is_pinned
         return nbytes
 
     def _pin_if_possible(self, memory: Arena, places: Iterable[tuple[int, int]]) -> bool:
-        """Pin an arena unless one of the weights in it (address, size) would lie in two registrations.
+        """Pin an arena, unless a weight would lie in two registrations; return whether all of the arena is pinned.
 
-        FSDP2 copies each weight by one copy, which must not cross registrations. Return whether all of it is pinned.
+        A registration with the driver may be smaller than the arena. FSDP2 copies each weight by one copy, which must
+        not cross from one registration to the next. If one would, the arena is unpinned again.
+
+        Args:
+            memory: The arena.
+            places: Address and bytes of each weight in it.
         """
         before = self._pinned.pinned_bytes
         self._pinned.pin(memory)
@@ -190,9 +202,10 @@ class WeightsInHostMemory:
         return self._pinned.pinned_bytes - before == memory.nbytes
 
     def _allocate(self, group: Any, nbytes: int) -> tuple[Arena | MappedFile, int]:
-        """Return the memory for a group's weights, and their offset in it: a new arena, or the next part of the file.
+        """Return the memory for `nbytes` of a group's weights, and their offset in it, in bytes.
 
-        Of the file, also note the group's layer number and range, for `LayerReadAhead`.
+        The memory is a new arena, or the file, of which each group gets the next pages. With the file, also note the
+        group's layer number and range, for `LayerReadAhead`.
         """
         if self.file is None:
             self._arenas.append(Arena(max(1, nbytes)))  # all weights may be without elements
@@ -207,7 +220,7 @@ class WeightsInHostMemory:
 
     def _hook(self, model: nn.Module) -> None:
         """Replace the groups' methods that gather, and hook forward passes and state dicts of the model."""
-        for group in self._groups:
+        for group in self._groups:  # which keep the objects that are made here, for good
             shards.PatchedMethod(group, "unshard", self._begin_gather)
             shards.PatchedMethod(group, "wait_for_unshard", self._end_gather)
         model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -223,8 +236,8 @@ class WeightsInHostMemory:
     def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
         """Let FSDP2 begin to gather a group, and copy its weights to the device on the stream for gathers.
 
-        Replaces the group's `unshard`, which is passed. On a mesh of one device FSDP2 itself would copy only in
-        `wait_for_unshard`, on the caller's stream, which then could not compute meanwhile.
+        Called in place of the group's method `unshard`, which is passed. On a mesh of one device FSDP2 itself would
+        copy only in `wait_for_unshard`, on the caller's stream, which could not compute meanwhile.
         """
         before = group._all_gather_result
         unshard(async_op)
@@ -238,6 +251,7 @@ class WeightsInHostMemory:
                 _refuse_moved(name, fsdp_param.sharded_param)
         if self._layers is not None and group in self._layer_numbers:
             self._layers.begin(self._layer_numbers[group])
+        # Of FSDP2's two streams for a gather, the one for the copies before it.
         stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
         with group.device_handle.stream(stream):
             copies = [p._sharded_param_data.to(self.device, non_blocking=True) for p in group.fsdp_params]
@@ -246,9 +260,10 @@ class WeightsInHostMemory:
 
     @torch.inference_mode(False)  # as `_begin_gather`
     def _end_gather(self, group: Any, wait_for_unshard: Any) -> None:
-        """Let FSDP2 end gathering a group from the copies that `_begin_gather` has made on the device.
+        """Let FSDP2 end gathering a group, from the copies that `_begin_gather` has made on the device.
 
-        Replaces the group's `wait_for_unshard`, which here finds the copies in place of the weights.
+        Called in place of the group's method `wait_for_unshard`, which is passed. That method reads the weights from
+        `_sharded_param_data` of each parameter. So while it runs, the copies on the device stand there.
         """
         pending = self._gathering.pop(group, None)
         if pending is None or group._all_gather_result is None:  # no copies, or they are not wanted any more
@@ -286,6 +301,7 @@ class WeightsInHostMemory:
     def _reset_if_interrupted(self, model: Any) -> None:
         """If the last pass raised, reset FSDP2, which would go on in its middle, and drop its unreduced gradients."""
         context = _state_of(model)._state_ctx
+        # Set while a forward or a backward is under way. This runs before a forward, so none is: one has raised.
         if context.iter_forward_root is None and not context.post_backward_final_callback_queued:
             return
         model.reset_iter_state()
@@ -297,10 +313,10 @@ class WeightsInHostMemory:
 
     @_disable_dynamo
     def _after_forward(self, model: Any, inputs: object, outputs: object) -> None:
-        """Free the device's copies of the model's own weights after a forward without gradients; a hook.
+        """After a forward without gradients, free the device's copies of the model's own weights; a hook.
 
-        After a forward with gradients the backward pass does. Waits for all copies, so that weights may be written to
-        from now on.
+        Also wait for all copies to the device, so that weights may be written to from now on. After a forward with
+        gradients the backward pass frees the copies.
         """
         if not torch.is_grad_enabled() and torch._C._current_graph_task_id() == NO_PASS:
             model.reshard()
@@ -314,9 +330,10 @@ class WeightsInHostMemory:
     def _place_loaded(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *lists: object
     ) -> None:
-        """Wrap plain tensors as `DTensor`s, placed as the weights are; a hook before `load_state_dict`.
+        """Replace plain tensors in a state dict by `DTensor`s, as the weights are; a hook before `load_state_dict`.
 
-        Waits for copies of the weights to the device, as `load_state_dict` then writes to the weights.
+        Also wait for copies of the weights to the device, as `load_state_dict` then writes to the weights. Refuse
+        `assign`, which would put other tensors in the place of the weights.
         """
         if metadata.get("assign_to_params_buffers"):
             advice = "leave it out: weights in host memory stay where they are, and take the values"
@@ -331,7 +348,7 @@ class WeightsInHostMemory:
 
 
 _Originals = dict[tuple[nn.Module, str], tuple[str, nn.Parameter]]
-"""Name in the model and weight, by the module that has the weight and its name in that."""
+"""A model's weights before FSDP2, each with its name in the model; by the module that has it, and its name there."""
 
 
 def _unwrap_saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
@@ -343,7 +360,7 @@ def _unwrap_saved(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 def _driver() -> Driver:
-    """Return the driver of the current device."""
+    """Return the driver of the current device; refuse a system without an accelerator."""
     if not torch.accelerator.is_available():
         advice = "leave it out: weights on the CPU lie in host memory; weights_in_file has them on a drive"
         raise ConfigError("model", "no accelerator", advice)
@@ -356,7 +373,10 @@ def _state_of(module: Any) -> Any:
 
 
 def _weights_to_stay(model: nn.Module, on_device: Iterable[str]) -> set[nn.Parameter]:
-    """Return the weights of a model that stay on the device, by their or modules' names; refuse those that train."""
+    """Return the weights of a model that stay on the device; refuse those that train.
+
+    `on_device` has names of weights, and of modules, all of whose weights stay.
+    """
     if isinstance(on_device, str):
         raise ConfigError("on_device", on_device, "give a list of names")
     staying = set[nn.Parameter]()
@@ -395,7 +415,10 @@ def _check_free(model: nn.Module) -> None:
 
 
 def _check_weights_and_buffers(model: nn.Module, stays: Collection[nn.Parameter], device: torch.device) -> None:
-    """Refuse tensors that FSDP2 cannot copy to the device, by name."""
+    """Refuse a model with a tensor that FSDP2 cannot copy to the device; the error names the tensor.
+
+    Weights in `stays`, which are not copied, only have to be on the CPU, the meta device or `device`, as buffers.
+    """
     places = f"have the model on the CPU, on the meta device or on {device}, which is current"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta") and tensor.device != device:
@@ -416,9 +439,9 @@ def _check_weights_and_buffers(model: nn.Module, stays: Collection[nn.Parameter]
 
 
 def _replace_by_meta_weights(model: nn.Module, stays: Collection[nn.Parameter]) -> _Originals:
-    """Replace a model's weights by new ones on the meta device; return the originals.
+    """Replace a model's weights, but for those in `stays`, by new ones on the meta device; return the originals.
 
-    `fully_shard` would move weights with memory to the device.
+    That is for `fully_shard`, which would move weights with memory to the device.
     """
     originals: _Originals = {}
     meta_weights: dict[nn.Parameter, nn.Parameter] = {}  # one for all places of a tied weight
@@ -434,14 +457,17 @@ def _replace_by_meta_weights(model: nn.Module, stays: Collection[nn.Parameter]) 
 
 
 def _shard(model: nn.Module, modules: Iterable[nn.Module], stays: set[nn.Parameter], device: torch.device) -> None:
-    """Apply FSDP2 to the modules, and move buffers and the weights in `stays` to the device."""
+    """Apply FSDP2 to the modules, whose weights are on the meta device; move buffers and `stays` to the device.
+
+    The modules come in the order that FSDP2 needs: those inside of others first.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
     mesh = shards.mesh_of_all(device.type)
     for module in modules:
         policy = CPUOffloadPolicy(pin_memory=False)  # `_move_group` pins memory of exact size
         fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=stays or None)
-    give_buffers(model, device)
+    give_buffers(model, device)  # those on the meta device; `fully_shard` has moved the others
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in own_parameters(module).items():
@@ -464,7 +490,7 @@ def _refuse_moved(name: str, weight: torch.Tensor) -> None:
 def _free_memory(pinned: PinnedMemory, arenas: Iterable[Arena], group: Alone | None) -> None:
     """Unpin and free the memory of a model that is gone; tensors that somebody holds keep theirs.
 
-    `group` is only kept alive until then.
+    `group` is not used: as an argument of this finalizer the process group is kept alive until it runs.
     """
     pinned.close()
     for arena in arenas:

@@ -18,11 +18,11 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's layers: the children of its lists (`LISTS`) that repeat a class.
+    """Return a model's layers: the children of its lists (`LISTS`) whose children are mostly of one class.
 
-    A list repeats a class if at least two of its children, and at least half of them, are of that class; its other
-    children are layers, too. Children without parameters do not count, and are no layers. Layers are in the order of
-    `model.modules()`. Lists inside of layers are not looked at.
+    At least two children of such a list, and at least half of them, are of that class. The others are layers, too.
+    Children without parameters do not count, and are no layers. Layers are in the order of `model.modules()`. Lists
+    inside of layers are not looked at.
     """
     layers = list[nn.Module]()
     inside = set[nn.Module]()
@@ -53,16 +53,17 @@ def units(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> list[l
         ConfigError: A layer is not in the model.
     """
     chosen = _chosen_layers(model, layers)
-    taken = set[nn.Module]()
+    in_a_unit = set[nn.Module]()
     found_units = list[list[nn.Module]]()
     for module in model.modules():
-        if module in taken:
+        if module in in_a_unit:
             continue
         is_layer = module in chosen and is_called(module)
-        if module in chosen and not is_layer:  # a list of lists, as in "for attention, mlp in layers"
+        # A list in a list, as in "for attention, mlp in layers": its children, which come later, are layers instead.
+        if module in chosen and not is_layer:
             chosen.update(module.children())
-        inner = [each for each in (module.modules() if is_layer else [module]) if each not in taken]
-        taken.update(inner)
+        inner = [each for each in (module.modules() if is_layer else [module]) if each not in in_a_unit]
+        in_a_unit.update(inner)
         if any(own_parameters(each) for each in inner):
             found_units.append(inner)
     return found_units
@@ -79,11 +80,12 @@ def _chosen_layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> set[
 class GatherGroups:
     """Groups of weights that can be copied together when a module is called, and freed when it returns.
 
-    Normally a group is a layer. If a weight of a layer is used outside of it, too, that weight is not in its group:
-    then those modules inside of the layer are groups that have all uses of their weights. The trainable weights of a
-    group have one dtype. Weights in no other group are the model's.
+    Usually a group is a layer. If a weight of a layer is used outside of it, too, the layer is no group: instead the
+    outermost modules inside of it whose weights are used nowhere else are groups. Trainable weights of a group have
+    one dtype; modules with another one are groups of their own. Weights in no other group are the model's.
 
     Args:
+        model: The model.
         layers: Its layers; None for those that `find_layers` finds. Of layers inside each other the outermost count.
         others: Weights that are to be in no group.
 
@@ -99,17 +101,18 @@ class GatherGroups:
     ) -> None:
         self._others = {*others}
         self._names = {module: name for name, module in model.named_modules()}
-        # How often a module, and a weight, is in the model.
+        # By how many names a module, and a weight, is in the model: tied ones by several.
         self._paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
         self._uses = Counter(self._weights_used_in(model))
         chosen = _chosen_layers(model, layers) - {model}
         groups = set[nn.Module]()
         for layer in self._names:
             if layer in chosen:
-                chosen.difference_update(layer.modules())
+                chosen.difference_update(layer.modules())  # layers inside of it, which come later, do not count
                 self._add_groups_in(layer, groups)
-        for module in (model, *groups):  # the groups so far: the call adds others, which have one dtype
+        for module in (model, *groups):  # the groups so far; those that the call adds have one dtype already
             self._split_by_dtype(module, groups)
+        # In reverse, as `named_modules` has a module before those inside of it.
         self.modules = [*(module for module in reversed(self._names) if module in groups), model]
 
     def _weights_used_in(self, module: nn.Module) -> Iterator[nn.Parameter]:
@@ -118,9 +121,13 @@ class GatherGroups:
             yield from (weight for weight in own_parameters(inner).values() if weight not in self._others)
 
     def _has_all_uses(self, module: nn.Module) -> bool:
-        """Return whether the weights in a module are used nowhere else in the model."""
+        """Return whether the weights in a module are used nowhere else in the model.
+
+        Then a weight has as many names in the model as it has inside of the module, times the names of the module,
+        which has several if it is in several places.
+        """
         uses_inside = Counter(self._weights_used_in(module))
-        paths = self._paths[module]  # the module itself may be in the model several times
+        paths = self._paths[module]
         return all(self._uses[weight] == paths * count for weight, count in uses_inside.items())
 
     def _add_groups_in(self, module: nn.Module, groups: set[nn.Module]) -> None:
@@ -134,11 +141,14 @@ class GatherGroups:
             self._add_groups_in(child, groups)
 
     def _split_by_dtype(self, module: nn.Module, groups: set[nn.Module]) -> None:
-        """Add modules inside of a group whose trainable weights have another dtype to `groups`.
+        """Make modules in the group of `module` groups of their own if their trainable weights have another dtype.
 
-        The group keeps the dtype of the module itself, or the one that most elements have.
+        The group keeps the dtype of the module's own weights; if it has none, the one that most elements have. A
+        module inside without trainable weights of its own counts as of its parent's dtype. So a new group begins
+        where the dtype changes from parent to child.
         """
-        parent_of: dict[nn.Module, nn.Module] = {module: module}  # of all modules of the group
+        # By module of the group its parent, parents first; without modules that are in other groups.
+        parent_of: dict[nn.Module, nn.Module] = {module: module}
         waiting = [module]
         while waiting:
             parent = waiting.pop()
@@ -152,8 +162,8 @@ class GatherGroups:
         group_dtype = own_dtypes[module] or max(numels, key=lambda dtype: numels[dtype])
         dtypes: dict[nn.Module, torch.dtype | None] = {}
         for member, parent in parent_of.items():
-            parents_dtype = dtypes.get(parent, group_dtype)
-            dtypes[member] = own_dtypes[member] or parents_dtype  # without trainable weights: as its parent
+            parents_dtype = dtypes.get(parent, group_dtype)  # `module` is its own parent here: the group's
+            dtypes[member] = own_dtypes[member] or parents_dtype
             if dtypes[member] != parents_dtype:
                 if not is_called(member) or not self._has_all_uses(member):
                     where = f"trainable weights of {own_dtypes[member]}, in a layer of {parents_dtype}"
@@ -175,12 +185,14 @@ def is_called(module: nn.Module) -> bool:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's parameters by name, without those of its children."""
+    """Return the parameters that a module has itself, not in its children, by their names in it."""
     return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
 
 
 def check_weights(model: nn.Module, late: combinations.Row) -> None:
-    """Refuse to move weights that share memory, or that an optimizer has, which would go on with the old ones.
+    """Refuse a model whose weights cannot be moved: two share memory, or an optimizer has one.
+
+    The optimizer would go on with the weights as they were before the move.
 
     Raises:
         ConfigError: Two weights share memory; or an optimizer has one, which is refused as `late` says.
@@ -200,6 +212,7 @@ def check_weights(model: nn.Module, late: combinations.Row) -> None:
 def _optimizer_of(names: Mapping[torch.Tensor, str]) -> tuple[str, str] | None:
     """Return the name of a weight that some optimizer of this process has, and the optimizer's class; or None."""
     for candidate in gc.get_objects():  # torch has no list of optimizers
+        # Not by `isinstance`, which asks an object for `__class__`, and may so run code of it.
         if issubclass(type(candidate), torch.optim.Optimizer):
             for group in vars(candidate).get("param_groups", ()):
                 for weight in group["params"]:
@@ -209,7 +222,7 @@ def _optimizer_of(names: Mapping[torch.Tensor, str]) -> tuple[str, str] | None:
 
 
 def give_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give buffers on the meta device memory on `device`, as zeros; one that is in several places stays one."""
+    """Replace buffers on the meta device by zeros on `device`; a buffer of several modules stays one tensor."""
     given: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():

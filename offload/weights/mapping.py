@@ -1,9 +1,9 @@
-"""A file with weights, mapped into memory: what the kernel is asked to do before weights are used, and afterwards.
+"""A file with weights, mapped into memory, and calls that have its pages read before weights are used.
 
-The file has no name, so that nothing of it is left however the process ends, and no holes, so that a full disk is
-noticed when the file is made. The kernel decides which of its pages are in memory. This module tells it which pages
-come next and which are done with, and has it read pages by a call that can fail: else an error of the drive would be
-a signal (SIGBUS), at any instruction that reads a weight.
+The file has no name, so nothing of it is left however the process ends. It has no holes, so a full disk is noticed
+when the file is made. The kernel (Linux) decides which of its pages are in memory. This module tells it which pages
+come next, and which are not needed for now. It has pages read by a call that can fail: else an error of the drive
+would be a signal (SIGBUS), at any instruction that reads a weight.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from offload.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT_BYTES = 64
-"""Of each weight."""
+"""Each weight begins at a multiple of this in its file."""
 FOLIO_BYTES = 2 << 20
-"""Most bytes that the kernel writes as a unit: a unit that the next range shares is not written yet."""
+"""Most bytes that the kernel writes as a unit (a folio). A unit that the next range shares is not written yet."""
 
 # Advice for madvise, from linux/mman.h.
-_COLD = 20
-_POPULATE_READ = 22
-_POPULATE_WRITE = 23
+_COLD = 20  # reclaim these pages first
+_POPULATE_READ = 22  # read them into memory and map them now
+_POPULATE_WRITE = 23  # the same, to be written to
 _SYNC_WRITE = 2  # of sync_file_range: begin to write, without waiting
 
 UPDATING = b"(offload-update"
 """How `/proc/.../stat` of an update thread begins after its number; `csrc/kernels/worker_pool.cpp` names threads."""
 
 VISITS_BEFORE_RELEASE = 2
-"""Visits after a subgroup's own before its weights are let go, as that many updates are under way at once."""
+"""How many visits later a subgroup's weights are let go, as that many updates are under way at once."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -85,7 +85,7 @@ class MappedFile(mmap.mmap):
     nbytes: int
 
     def __new__(cls, folder: str | os.PathLike[str], nbytes: int) -> Self:
-        """Make the file, and map it."""
+        """Make the file, and map it: not in `__init__`, as a mapping's arguments are those of `mmap.__new__`."""
         place = os.fspath(folder)
         try:
             descriptor = _open_nameless(place)
@@ -103,7 +103,8 @@ class MappedFile(mmap.mmap):
                 self = super().__new__(cls, descriptor, nbytes, mmap.MAP_SHARED)
             except OSError as error:
                 raise TierError("map", tier="file", path=place, errno=error.errno) from error
-            weakref.finalize(self, opened.pop_all().close)  # no error: the descriptor stays open as long as this
+            # No error: the descriptor is closed with this mapping, and not at the end of the block.
+            weakref.finalize(self, opened.pop_all().close)
         self.folder, self.nbytes, self.descriptor = place, nbytes, descriptor
         self.address = np.frombuffer(self, np.uint8).ctypes.data
         _files.append(weakref.ref(self))
@@ -123,7 +124,7 @@ class MappedFile(mmap.mmap):
         """Wait until a range is in memory, so that using it now neither waits nor fails.
 
         Args:
-            offset: Where it begins.
+            offset: Where it begins in the file, in bytes.
             nbytes: Its size.
             to_write: Whether it is about to be written to.
 
@@ -131,9 +132,9 @@ class MappedFile(mmap.mmap):
             TierError: It cannot be read, or no block can be written.
         """
         code = self._advise(offset, nbytes, _POPULATE_WRITE if to_write else _POPULATE_READ)
-        if code == errno.EINVAL:  # Linux before 5.14
+        if code == errno.EINVAL:  # Linux before 5.14 does not know this advice
             code = self._read(offset, nbytes)
-        if code == errno.EFAULT:  # a read would have raised SIGBUS
+        if code == errno.EFAULT:  # the drive has failed: an access to this memory would have raised SIGBUS
             code = errno.EIO
         if code:
             detail = "weights that are mapped from there"
@@ -142,11 +143,14 @@ class MappedFile(mmap.mmap):
     def advise_unneeded(self, offset: int, nbytes: int, *, was_written: bool = False) -> None:
         """Say that a range is not needed for now: the kernel then reclaims its memory first when it needs some.
 
+        Errors are ignored: without the advice the range is as readable as with it.
+
         Args:
             offset: Where it begins.
             nbytes: Its size.
-            was_written: Begin to write it, as memory can be reclaimed only after that. An end that shares
-                a `FOLIO_BYTES` unit with the next range is written with that.
+            was_written: Whether the range was written to. Then begin to write it to the drive, as its memory can be
+                reclaimed only after that. The end that shares a unit of `FOLIO_BYTES` with the next range is left to
+                be written with that one.
         """
         if was_written:
             start = offset // FOLIO_BYTES * FOLIO_BYTES
@@ -165,9 +169,9 @@ class MappedFile(mmap.mmap):
         return 0
 
     def _read(self, offset: int, nbytes: int) -> int:
-        """Read a range into the page cache; return 0, or an errno."""
+        """Read a range of the file by plain reads, which leave it in the page cache; return 0, or an errno."""
         end = offset + nbytes
-        buffer = bytearray(min(nbytes, 1 << 20))  # what is read is thrown away
+        buffer = bytearray(min(nbytes, 1 << 20))  # its content is thrown away
         try:
             for start in range(offset, end, len(buffer)):
                 os.preadv(self.descriptor, [memoryview(buffer)[: end - start]], start)
@@ -177,10 +181,11 @@ class MappedFile(mmap.mmap):
 
 
 class LayerReadAhead:
-    """The layers of a model whose weights lie in a file: each is read at its turn, and the next one meanwhile.
+    """Reads the layers of a model whose weights lie in a file: each at its turn, and the next one ahead.
 
-    The next layer is the one that followed the same two layers last time; at first the neighbour in the direction of
-    the pass. So forward and backward passes may come in any order.
+    The layer expected next is the one that followed the same two layers last time: after 1 and 2 it is 3 in forward,
+    after 3 and 2 it is 1 in backward. So passes may come in any order. If two layers have not followed each other
+    before, it is the neighbour in the direction of the pass.
 
     Args:
         file: The file.
@@ -196,10 +201,10 @@ class LayerReadAhead:
         self._following: dict[tuple[int, int], int] = {}  # by two layers, the one that came after them last time
 
     def begin(self, number: int) -> None:
-        """Wait until a layer is in memory, read ahead the one that is next, and let go of the one before.
+        """Begin a layer's turn: wait until it is in memory, read ahead the next one, and let go of the one before.
 
         Raises:
-            TierError: They cannot be read.
+            TierError: The layer cannot be read.
         """
         last = self._last
         if number != last:  # else its turn goes on
@@ -220,8 +225,9 @@ class LayerReadAhead:
 class ReadAheadThread:
     """A thread that reads ahead. An error there is ignored, as it comes again when the range is used.
 
-    The kernel's own hint (`MADV_WILLNEED`) reads into single pages, each of which costs again when it is mapped,
-    written to or let go of: 8 times the processor time (Linux 6.18, 512 MiB read to be written: 0.53 s for 0.07).
+    It faults pages in. The kernel's hint `MADV_WILLNEED` needs no thread, but reads into single pages, each of which
+    costs again when it is mapped, written to or let go of. That takes 8 times the processor time (Linux 6.18,
+    512 MiB read to be written: 0.53 s against 0.07 s).
     """
 
     _pid = 0  # of the process that has the thread
@@ -240,7 +246,7 @@ class ReadAheadThread:
 
 
 def _serve_read_ahead(requests: SimpleQueue[Any]) -> None:
-    """Read what requests ask for, until one is None."""
+    """Read the ranges that requests ask for, until a request is None; the read-ahead thread's work."""
     while (request := _wait_for_newest_request(requests)) is not None:
         file, ranges = request
         with contextlib.suppress(TierError):
@@ -250,9 +256,9 @@ def _serve_read_ahead(requests: SimpleQueue[Any]) -> None:
 
 
 def _wait_for_newest_request(requests: SimpleQueue[Any]) -> Any:
-    """Wait for a request, drop all but the newest, and return that; None once there is a None."""
+    """Wait for a request, drop all but the newest one, and return that; None if one of them is None."""
     request = requests.get()
-    with contextlib.suppress(Empty):
+    with contextlib.suppress(Empty):  # which ends the loop: `request` is the newest one then
         while request is not None:
             request = requests.get_nowait()
     return request
@@ -260,7 +266,11 @@ def _wait_for_newest_request(requests: SimpleQueue[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    """The weights in mapped files that an update works on: file, offset and size of each range."""
+    """The weights in mapped files that an update writes to.
+
+    Attributes:
+        ranges: File, offset and bytes of each range.
+    """
 
     ranges: Sequence[tuple[MappedFile, int, int]]
 
@@ -280,16 +290,16 @@ class MappedWeights:
 
 
 class MappedWeightsWindow:
-    """Waits for weights of one update after another; lets go of them `VISITS_BEFORE_RELEASE` updates later.
+    """Reads the weights of one update after another, and lets go of them `VISITS_BEFORE_RELEASE` updates later.
 
-    For one thread.
+    It does not hear when an update has ended, so it counts those that have begun since. It is for one thread.
     """
 
     def __init__(self) -> None:
-        self._not_released: deque[MappedWeights] = deque()  # those of the last updates
+        self._not_released: deque[MappedWeights] = deque()  # of the last updates, oldest first
 
     def begin(self, visit: MappedWeights) -> None:
-        """Let go of an earlier update's weights, and wait for this one's.
+        """Let go of an earlier update's weights, and wait until those of the next one, `visit`, are in memory.
 
         Raises:
             TierError: They cannot be read.
@@ -323,7 +333,7 @@ def mapped_weights_of(table: npt.NDArray[Any]) -> MappedWeights | None:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted ranges (offset, size), with those joined that are at most a page apart: one call serves each."""
+    """Return ranges (offset, bytes), sorted, and joined where they are at most a page apart: so calls are fewer."""
     runs: list[tuple[int, int]] = []
     for offset, nbytes in sorted(ranges):
         begin, size = runs[-1] if runs else (0, 0)
@@ -340,14 +350,17 @@ def is_mapped(address: int) -> bool:
 
 
 def _major_faults(name: bytes) -> int:
-    """Return the major page faults (pages read from a drive) of this process's threads of a name."""
+    """Return how many major page faults (accesses that wait for a drive) threads of a name of this process had.
+
+    `name` begins with the parenthesis that stands before it in `/proc/.../stat`.
+    """
     total = 0
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # the thread has ended
             with open(f"/proc/self/task/{task}/stat", "rb") as file:
                 head, _, fields = file.read().rpartition(b")")  # the name stands in parentheses, and may have spaces
             if head.endswith(name):
-                total += int(fields.split()[9])  # majflt of proc(5)
+                total += int(fields.split()[9])  # majflt: field 12 of proc(5), counted here from field 3
     return total
 
 
@@ -362,14 +375,14 @@ def up(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
 
 
 def _page_bounds(offset: int, nbytes: int) -> tuple[int, int]:
-    """Return begin and end of the whole pages that hold a range."""
+    """Return begin and end, in bytes, of the whole pages that hold a range."""
     return offset // PAGE_BYTES * PAGE_BYTES, up(offset + nbytes, PAGE_BYTES)
 
 
 def _open_nameless(folder: str) -> int:
     """Return a descriptor of a new file without a name; raises `OSError` if the folder cannot have one."""
     flags = os.O_RDWR | os.O_CLOEXEC
-    with contextlib.suppress(OSError):  # not every file system has O_TMPFILE
+    with contextlib.suppress(OSError):  # not every file system has O_TMPFILE: then a file is made, and unlinked
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
     descriptor, name = tempfile.mkstemp(prefix="offload-weights-", dir=folder)
     os.unlink(name)

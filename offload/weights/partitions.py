@@ -1,7 +1,7 @@
-"""Partitions of weights in a file: each rank's parts of weights that a framework gathers when they are used (ZeRO-3).
+"""Partitions in a file. A partition is a rank's part of a weight that a framework gathers for its use (ZeRO-3).
 
-The framework keeps its tensor objects; their memory is moved to a mapped file (`offload.weights.mapping`). It tells
-this module when it is about to gather some; then the layer that came next last time is read ahead.
+The framework keeps its tensor objects; their memory is moved to a mapped file (`offload.weights.mapping`). When it is
+about to gather some, it calls `Partitions.begin`, which reads their layer, and the layer expected next ahead.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ class Partitions:
     """
 
     def __init__(self, folder: str | os.PathLike[str], sizes: Iterable[int]) -> None:
+        # At least a page, as an empty file cannot be mapped.
         self._file = MappedFile(folder, up(max(sum(map(up, sizes)), 1), PAGE_BYTES))
-        self._used = 0
-        self._layers = LayerReadAhead(self._file, [])
+        self._used = 0  # bytes of the file that have been allocated, from its beginning
+        self._layers = LayerReadAhead(self._file, [])  # no layers until `use_layers`
         self._last = -1  # the layer that was used last; -1 for none
         self._numbers: dict[int, int] = {}
         """Number of the layer that a tensor is in, by the tensor's address."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor of zeros in the file."""
+        """Return a new flat tensor in the file, of zeros, as the file is new; `sizes` have left room for it."""
         offset = self._used
         self._used += up(numel * dtype.itemsize)
         return self._file.tensor(offset, numel, dtype)
@@ -58,8 +59,8 @@ class Partitions:
 
     @staticmethod
     def trim_heap() -> None:
-        """Return the old memory of moved tensors to the system; glibc may keep all of it as free blocks."""
-        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        """Give the old memory of moved tensors back to the system; glibc may keep all of it as free blocks."""
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
         if malloc_trim is not None:
             malloc_trim(0)
 
@@ -82,10 +83,10 @@ class Partitions:
         log.info("%s of partitions lie in a file in %s: %d, used in %d layers", *said)
 
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Wait until the layers of tensors to be read are in memory; read ahead the layer that came next last time.
+        """Wait until the layers of these tensors, to be read now, are in memory; read ahead the layer expected next.
 
         Raises:
-            TierError: They cannot be read.
+            TierError: A layer cannot be read.
         """
         for tensor in tensors:
             number = self._numbers.get(tensor.data_ptr(), self._last)  # one that lies elsewhere needs no layer

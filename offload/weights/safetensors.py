@@ -38,7 +38,7 @@ MOST_HEADER_BYTES = 100_000_000
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: its first byte there, the byte after its last, and what it is."""
+    """A tensor of a file. Its bytes are those from `begin` to before `end`, counted from the file's beginning."""
 
     begin: int
     end: int
@@ -81,21 +81,26 @@ def entries_in(path: str | os.PathLike[str]) -> list[Entry]:
 
 
 def tensors_in(path: str | os.PathLike[str], entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of a file's `entries_in`; a tensor is read from the drive as it is used."""
+    """Yield names and tensors of a file, given its `entries_in`.
+
+    The tensors lie in a mapping of the file, so each is read from the drive as it is used. Writes to one do not reach
+    the file.
+    """
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     for begin, end, name, dtype, shape in entries:
         if begin < end:
             count = math.prod(shape)
             yield name, torch.frombuffer(content, dtype=dtype, count=count, offset=begin).view(shape)
-        else:
+        else:  # `frombuffer` makes no empty tensor
             yield name, torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
-    """Return the tensors of files after checking that the model has all, and that no buffer is left without values.
+    """Return the entries of files, after checking that they fit the model; nothing but headers is read.
 
-    Warn of tensors on the meta device that no file has, and of those that have another dtype in the files.
+    The model has to have each tensor, in the same shape. Warn of the model's tensors on the meta device that no file
+    has, and of those that have another dtype in the files.
 
     Raises:
         ConfigError: A file is no whole safetensors file, or has a tensor that the model lacks; or a buffer on the
@@ -114,10 +119,11 @@ def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
                 what = f"{entry.name}, shape {entry.shape}, in {os.fspath(file)}"
                 raise ConfigError("safetensors", what, f"give files of this model, which has {has}")
     all_entries = [entry for _, entries in contents for entry in entries]
-    read = {targets[entry.name] for entry in all_entries}
+    filled = {targets[entry.name] for entry in all_entries}  # the model's tensors that the files have values for
     tensors = (*model.named_parameters(), *model.named_buffers())
-    missing = {name: tensor for name, tensor in tensors if tensor.is_meta and tensor.numel() and tensor not in read}
+    missing = {name: tensor for name, tensor in tensors if tensor.is_meta and tensor.numel() and tensor not in filled}
     of_state_dict = {*model.parameters(), *_persistent_buffers(model)}
+    # Nothing can give values to a buffer on the meta device that no file and no state dict has.
     if lost := [name for name, tensor in missing.items() if tensor not in of_state_dict]:
         advice = (
             "compute them before the call, or have parameters alone on the meta device, as accelerate's "
@@ -125,7 +131,7 @@ def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
             "their values"
         )
         raise ConfigError("buffers on the meta device", lost, advice)
-    if contents and missing:
+    if contents and missing:  # without any files the caller fills the model by other means
         first = next(iter(missing))
         log.warning("%d weights and buffers are in none of the safetensors files, and zero: %s", len(missing), first)
     if other := [entry for entry in all_entries if entry.dtype != targets[entry.name].dtype]:
@@ -138,12 +144,15 @@ def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
 
 
 def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) -> None:
-    """Copy tensors of files to a model's tensors of the same names, one after another; to a shard its part.
+    """Copy tensors of files to a model's tensors of the same names, one after another.
+
+    Of a sharded tensor this rank's shard gets its part. dtypes are converted.
 
     Args:
         model: The model.
         files: What `checked` has returned.
-        file: The mapped file that weights may lie in: each is let go after it was written.
+        file: The mapped file that the model's weights may lie in. Each such weight is let go of once it was written,
+            so that memory need not have room for all.
     """
     targets = _tensors_by_name(model)
     for path, entries in files:
@@ -158,7 +167,7 @@ def read_into(model: nn.Module, files: Files, file: MappedFile | None = None) ->
 
 
 def _tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's weights and buffers by all their names."""
+    """Return a model's weights and buffers by name; a tied one by all its names."""
     buffers = model.named_buffers(remove_duplicate=False)
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(buffers)}
 
@@ -172,6 +181,9 @@ def _persistent_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _parse_entry(start: int, name: str, described: Any) -> Entry:
-    """Return what a header says of a tensor; `start` is where the file's data begins."""
-    begin, end = map(index, described["data_offsets"])
+    """Return what a header says of a tensor; raises if `described` has not the parts that the format demands.
+
+    `start` is where the file's data begins, in bytes: the header counts from there.
+    """
+    begin, end = map(index, described["data_offsets"])  # `index` raises for all but integers
     return Entry(start + begin, start + end, name, DTYPES[described["dtype"]], tuple(map(index, described["shape"])))

@@ -64,7 +64,7 @@ class ShardsInFile:
 
         self._layer_numbers = {group: number for number, group in enumerate(self._groups)}
         self._layers = LayerReadAhead(self.file, [[each] for each in ranges])
-        give_buffers(model, self._groups[0].device)
+        give_buffers(model, self._groups[0].device)  # on which all groups compute
         read_into(model, files, self.file)
         self._handles = [shards.PatchedMethod(group, "unshard", self._begin_gather) for group in self._groups]
         model.register_forward_pre_hook(self._keep_alive)
@@ -80,7 +80,10 @@ class ShardsInFile:
         """Do nothing: a hook of the model, which keeps this object alive as long as the model."""
 
     def _move_shard(self, fsdp_param: Any, offset: int) -> int:
-        """Move a weight's shard to the file; return its address."""
+        """Move a weight's shard to the file, from which FSDP2 then gathers it; return its address.
+
+        Parameters stay the same objects, but for a shard on the meta device its module gets a new one.
+        """
         padded = fsdp_param._sharded_param_data
         weight = fsdp_param.sharded_param
         shard = shards.local(weight)
@@ -98,8 +101,12 @@ class ShardsInFile:
         return place.data_ptr()
 
     def _begin_gather(self, group: Any, unshard: Any, async_op: bool = False) -> None:
-        """Wait until a group's shards are in memory, then let FSDP2 gather them; replaces its `unshard`."""
-        if group._all_gather_result is None and group.is_sharded:  # else it is gathered, or about to be
+        """Wait until a group's shards are in memory, then let FSDP2 gather them.
+
+        Called in place of the group's method `unshard`, which is passed. Refuses a shard that has left the file.
+        """
+        # Else nothing is read from the file: the group is gathered, about to be, or was cut anew after forward.
+        if group._all_gather_result is None and group.is_sharded:
             for fsdp_param in group.fsdp_params:
                 name, address = self._places[fsdp_param]
                 data = fsdp_param._sharded_param_data
@@ -112,7 +119,7 @@ class ShardsInFile:
 
 
 def _check_shard(name: str, fsdp_param: Any) -> None:
-    """Refuse a shard, by name, that is neither in plain host memory nor on the meta device, still without memory."""
+    """Refuse a shard that is neither in plain host memory nor on the meta device; the error names the weight."""
     if fsdp_param.pin_memory:
         combinations.FILE_PINNED.refuse(name, "CPUOffloadPolicy(pin_memory=True)")
     shard = shards.local(fsdp_param.sharded_param)

@@ -4,10 +4,11 @@
 // A whole block is computed in registers, looked at, and only then stored. What is rare (NaN, infinity, values close to
 // it), and what a segment has of the blocks at its ends, goes element by element from the same memory.
 //
-// Vectors hold elements in groups of four: element 2j of a group's first half is in lane j of the first vector, element
-// 2j + 1 in that of the second; those of the other half are in the third and the fourth. So a vector of 16-bit elements
-// as they lie in memory is a pair of vectors, one in the lower and one in the upper halves of its lanes, and one of
-// bytes is all four, after one permutation. What a vector type supplies for that, with I as in body.h:
+// A group is 4 * kWidth consecutive elements, in four vectors. Element 2j of the group's first half is in lane j of
+// the first vector, element 2j + 1 in lane j of the second; the other half is in the third and fourth likewise. So a
+// vector of 16-bit elements as they lie in memory is a pair of vectors, one in the lower and one in the upper halves
+// of its lanes. And a vector of bytes is, after one permutation, all four. What a vector type supplies for that, I
+// being as in body.h:
 //   load_int, store_int(address, I), stream_int(address, I), int_of(F) and float_of(I) (the same bits), to_float(I),
 //   constant<value>(), mul_add(F, F, F) (for exact products)
 //   max(F, F), max_ints (unsigned), greatest(I) (unsigned, of all lanes), shift_left<bits>, select(mask, a, b) (b where
@@ -42,8 +43,11 @@ struct Root {
 template <class Code>
 constexpr int kCut = 23 - Code::kMantissaBits;  // bits of an fp32 mantissa that a code has no room for
 
-// By scale: the bits of what a code's integer is multiplied by, and what magnitudes are multiplied by in `encode_group`,
-// one place on, before which is twice that. A load goes to all lanes without the port that shuffles need.
+// Powers of two by a block's scale, as the bits of an fp32.
+// of_codes[is_root][scale]: the block's unit, which a code's integer is multiplied by; NaN where all of the block is.
+// of_magnitudes[scale + 1]: what `encode_group` multiplies magnitudes by, 2^(134 - scale), or 0 where nothing is
+// coded; of_magnitudes[scale] is twice that.
+// They are in memory because a load goes to all lanes without the port that shuffles need.
 struct Units {
   std::uint32_t of_codes[2][256], of_magnitudes[257];
 };
@@ -65,6 +69,8 @@ inline float unit_of(std::uint32_t scale) {
   return bits_to_float(kUnits.of_codes[Code::kMantissaBits - Signed::kMantissaBits][scale]);
 }
 
+// Return the scale of a block, given the bits of its greatest magnitude: their exponent, or one more if the magnitude
+// is above the greatest code of its binade; within the range of scales of `Code`, which see. NaN has kNanScale.
 template <class Code>
 inline std::uint32_t scale_of(std::uint32_t greatest) {
   if (greatest > Code::kGreatestStored) return kNanScale;
@@ -99,6 +105,7 @@ struct Compact8 {
   static void zero_scales(const Segment& segment, std::uint64_t begin, std::uint64_t end);
 };
 
+// What a segment says, in registers, with what blocks need beside.
 template <class V, class Rule>
 struct BlockConstants : Constants<V, Rule, Compact8> {
   BlockConstants(const Segment& s, std::uint64_t begin)
@@ -122,11 +129,11 @@ struct BlockConstants : Constants<V, Rule, Compact8> {
   const Byte* master_low;
   Byte* new_master_low;
   Byte* scales;
-  typename V::I steps[4];
+  typename V::I steps[4];  // counters of the elements in the four vectors of the segment's first group
   std::uint64_t before;  // elements of the first block that come before the segment's
 };
 
-// Element by element.
+// Element by element. decode, encode and split_master in minifloat.py explain the steps.
 
 template <class Code>
 inline float decode_one(std::uint32_t code, float unit) {
@@ -159,7 +166,8 @@ inline float load_planes(const Byte* upper, const Byte* lower) {
   return bits_to_float(static_cast<std::uint32_t>(half) << 16 | static_cast<std::uint32_t>(*lower) << 8);
 }
 
-// Return the master as it is stored.
+// Store a master in two planes, after `added` has been added to the 8 bits that are cut off, unless that could make
+// infinity. Every NaN is stored as the same one. Return the master as it is stored.
 inline float store_planes(Byte* upper, Byte* lower, float value, std::uint32_t added) {
   std::uint32_t bits = float_to_bits(value);
   const std::uint32_t magnitude = bits & 0x7fffffffu;
@@ -171,6 +179,8 @@ inline float store_planes(Byte* upper, Byte* lower, float value, std::uint32_t a
   return bits_to_float(bits & 0xffffff00u);
 }
 
+// Update a block, or what a segment has of it. New state is kept in fp32 until all of the block is known, as its
+// greatest magnitude makes the scale.
 template <class Rule, int gradient_dtype, int weight_dtype>
 void update_one_by_one(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   const BlockConstants<Single, Rule> c(segment, begin);
@@ -214,6 +224,7 @@ void update_one_by_one(const Segment& segment, std::uint64_t begin, std::uint64_
     for (std::uint64_t i = begin; i < end; ++i)
       c.state[k][i] = encode_one<Code>(states[k][i - begin], random[i - begin], scale);
   });
+  // Where a root is stored as 0, or is infinite, the state that is divided by it is stored as 0.
   for (int k = 0; k < Rule::kStates; ++k)
     for (std::uint64_t i = begin; Rule::is_root(k) && i < end; ++i)
       if (c.state[k][i] == 0 || float_to_bits(states[k][i - begin]) == Root::kGreatestStored)
@@ -223,13 +234,17 @@ void update_one_by_one(const Segment& segment, std::uint64_t begin, std::uint64_
 
 // A block at once.
 
-// The tables of `decode_group`, by a code's exponent, with its sign where it has one: the bit above its mantissa, and
-// what that is multiplied by.
+// The tables of `decode_group`, for signed codes and for roots. The index is a code without its mantissa: exponent e,
+// and above it the sign where there is one. kTops: the bit above the mantissa, which numbers with e = 0 have not.
+// kFactors: what that and the mantissa are multiplied by, 2^(e - 1), or 1 for e = 0; a signed byte, negative where
+// the code is.
 alignas(16) constexpr Byte kTops[2][16] = {{0, 16, 16, 16, 16, 16, 16, 16, 0, 16, 16, 16, 16, 16, 16, 16},
                                            {0, 32, 32, 32, 32, 32, 32, 32}};
 alignas(16) constexpr Byte kFactors[2][16] = {{1, 1, 2, 4, 8, 16, 32, 64, 255, 255, 254, 252, 248, 240, 224, 192},
                                               {1, 1, 2, 4, 8, 16, 32, 64}};
 
+// Decode a group of codes into four vectors. All are worked on as bytes, four in a lane, up to the multiplication,
+// whose products are 16-bit words; byte k of a lane belongs to vector k.
 template <class Code, class V>
 inline void decode_group(const Byte* address, float unit, typename V::F* values) {
   using I = typename V::I;
@@ -250,9 +265,12 @@ inline void decode_group(const Byte* address, float unit, typename V::F* values)
   }
 }
 
-// In such units that a code's bits are those of an fp32 value from 2 to 512. Else the same rounding as `encode_one`'s: of
-// 2y and y + 2, whose roundings are those of a normal number and of one below, the greater is what `is_normal` chooses.
-// Products are exact, but for those so small that the sum is 2 anyway.
+// Encode four vectors of magnitudes; return their codes, without signs, as four bytes in each lane.
+//
+// It is the rounding of `encode_one`, but in other units, in which the least normal number is 2: of a magnitude y, if
+// it is a normal number, 2y is rounded, else y + 2. The greater of the two is the right one. It is from 2 to 512, and
+// there the lower three bits of an fp32's exponent are a code's. Products are exact, but for those so small that the
+// sum is 2 anyway.
 template <class Code, class V>
 inline typename V::I encode_group(const typename V::I* magnitudes, const typename V::I* random, std::uint32_t scale) {
   using I = typename V::I;
@@ -269,6 +287,7 @@ inline typename V::I encode_group(const typename V::I* magnitudes, const typenam
     bits[v] = V::add_ints(z, added);
   }
   constexpr int cut = kCut<Code>;
+  // Vector k's code is shifted to byte k of the lane.
   const I lower = V::select(V::template constant<0x000000ffu>(), V::template shift_ints<cut>(bits[0]),
                             V::template shift_ints<cut - 8>(bits[1]));
   const I upper = V::select(V::template constant<0x00ff0000u>(), V::template shift_ints<cut - 16>(bits[2]),
@@ -276,7 +295,11 @@ inline typename V::I encode_group(const typename V::I* magnitudes, const typenam
   return V::select(V::template constant<0x0000ffffu>(), lower, upper);
 }
 
-// Update the block from `i` on; return whether it could be done, else nothing has been stored.
+// Update the whole block from element `i` on, in registers. Return true once it is stored. Return false, with nothing
+// stored, if a value of it is rare: then `update_one_by_one` has to update the block.
+//
+// First masters and state are updated, group by group; then scales and planes are made, and rare values looked for;
+// then all is stored.
 template <class Rule, int gradient_dtype, int weight_dtype, class V>
 inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
   using F = typename V::F;
@@ -323,7 +346,8 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
       for (int k = 0; k < Rule::kStates; ++k) state[k] = states[n][k][v];
       p[v] = V::sub(p[v], Rule::template change<V>(c.scalars, g[v], state));
       for (int k = 0; k < Rule::kStates; ++k) {
-        // A root is its own magnitude, or NaN or -0, which the sign makes greater than any.
+        // A root has no sign to take away, unless it is -0 or NaN: bits with a sign are above all others, which makes
+        // the block rare.
         states[n][k][v] = Rule::is_root(k) ? V::sqrt(state[k]) : state[k];
         const I bits = V::int_of(states[n][k][v]);
         magnitudes[n][k][v] = Rule::is_root(k) ? bits : V::and_ints(bits, V::template constant<0x7fffffffu>());
@@ -340,6 +364,7 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
     for (int n = 0; n < groups; ++n)
       for (int v = 0; v < 4; ++v) greatest = V::max_ints(greatest, magnitudes[n][k][v]);
     const std::uint32_t bits = V::greatest(greatest);
+    // Rare: what would need the greatest scale, or is beyond it; infinity and NaN included.
     is_rare |= bits > (Code::kGreatestScale << 23) - (1u << kCut<Code>);
     const std::uint32_t scale = (bits + (1u << kCut<Code>)-1) >> 23;
     new_scales[k] = scale < Code::kLeastScale ? 0 : scale;
@@ -352,6 +377,7 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
         bits[v] = V::add_ints(V::int_of(masters[n][v]), added);
       }
       const I upper_half = V::template constant<0xffff0000u>();
+      // Words of 16 bits in the order of memory: `upper` is the upper plane, `lower` has the 16 bits below.
       for (int pair = 0; pair < 2; ++pair) {
         const I even = bits[2 * pair], odd = bits[2 * pair + 1];
         upper[n][pair] = V::select(upper_half, odd, V::template shift_ints<16>(even));
@@ -397,6 +423,7 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
     for_each_state<Rule>([&](int k, auto code) {
       codes[k] = encode_group<decltype(code), V>(magnitudes[n][k], random[n], new_scales[k]);
     });
+    // Set the signs of codes that are not 0; then store 0 where the code of a root is 0.
     for_each_state<Rule>([&](int k, auto) {
       if (Rule::is_root(k)) return;
       const F* values = states[n][k];
@@ -413,8 +440,9 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
   return true;
 }
 
-// Whole blocks. They are never updated apart, as `must_be_apart` would have it: all of a line is loaded at once, or in
-// two loads that follow each other, and stored likewise, so lines that push each other out do so once a block.
+// Update whole blocks. Tensors are never updated one after the other, as `update_apart` does: all of a line is loaded
+// at once, or in two loads that follow each other, and stored likewise, so lines that push each other out do so once
+// a block.
 template <class Rule, int gradient_dtype, int weight_dtype, class V>
 void update_blocks(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   const BlockConstants<V, Rule> c(segment, begin);
@@ -432,7 +460,8 @@ void update_blocks(const Segment& segment, std::uint64_t begin, std::uint64_t en
   }
 }
 
-// Elements [begin, end), whose blocks are theirs alone.
+// Update elements [begin, end) of a segment. No other call updates elements of the same blocks. Whole blocks go in
+// vectors, if the instruction set has any; what there is of a block at either end goes one by one.
 template <class Rule, int gradient_dtype, int weight_dtype>
 void Compact8::update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   std::uint64_t i = begin;
@@ -461,7 +490,7 @@ void Compact8::zero_scales(const Segment& segment, std::uint64_t begin, std::uin
 
 // Between updates: from stored state to fp32 and back.
 
-// Call `work(i, numel)` for each block of a run, or what the run has of it.
+// Call `work(i, numel)` for each block of a run, or what the run has of it: `numel` elements from number `i` on.
 template <class Work>
 inline void for_each_block(const Stored& s, Work work) {
   for (std::uint64_t i = 0; i < s.numel;) {
@@ -472,7 +501,8 @@ inline void for_each_block(const Stored& s, Work work) {
   }
 }
 
-// Decode and encode a whole block. Templates of the vector type, so that the scalar one needs nothing of what they use.
+// Decode and encode a whole block. They are templates of the vector type, so that they are compiled only for types
+// that have what they use: the scalar one has not.
 
 template <class Code, class V>
 inline void decode_block(const Byte* codes, float unit, Byte* values) {
@@ -484,11 +514,13 @@ inline void decode_block(const Byte* codes, float unit, Byte* values) {
   }
 }
 
-// The random bits with which `encode_one` and `encode_group` round to nearest.
+// The "random" bits with which `encode_one` and `encode_group` round to nearest: half of a code's last bit, at the
+// end from which they take random bits. That is the lower end for roots, the upper one for signed codes.
 template <class Code>
 constexpr std::uint32_t kHalf = Code::kMantissaBits == Root::kMantissaBits ? 1u << (kCut<Root> - 1) : 1u << 31;
 
-// Return whether it could be done, else nothing has been stored.
+// Encode a whole block of fp32 values. Return false, with nothing stored, if one is rare; see `update_block`. Where a
+// code at `roots` is 0, unless that is null, the new code is 0.
 template <class Code, class V>
 inline bool encode_block(const Byte* values, Byte* codes, Byte* scale, const Byte* roots) {
   using F = typename V::F;
@@ -585,6 +617,7 @@ void decode_planes(const Byte* __restrict__ upper, const Byte* __restrict__ lowe
   for (std::uint64_t i = 0; i < numel; ++i) Single::store(values + 4 * i, load_planes(upper + 2 * i, lower + i));
 }
 
+// Store fp32 masters, rounded to odd: the last bit that stays is 1 if any of those cut off is.
 void encode_planes(Byte* __restrict__ upper, Byte* __restrict__ lower, std::uint64_t numel,
                    const Byte* __restrict__ values) {
   for (std::uint64_t i = 0; i < numel; ++i) {

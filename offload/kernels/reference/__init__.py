@@ -47,8 +47,8 @@ FINGERPRINT_KEYS = (
     (0x243F6A8885A308D3, 0x9E3779B97F4A7C15 - (1 << 64)),
     (0xB7E151628AED2A6B - (1 << 64), 0x6A09E667F3BCC909),
 )
-"""The two keys of a gradient's first word, and by how much those of the next are more, modulo 2^64, as int64; see
-`fingerprint_parts`."""
+"""Two sequences of keys for the words of a gradient, each as (start, step): the key of word i is `start + i * step`
+modulo 2^64. Written as int64, which torch can multiply; see `fingerprint_parts`."""
 
 _CHANGES: dict[str, Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]] = {
     "adam": adam.change,
@@ -56,24 +56,31 @@ _CHANGES: dict[str, Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], torch.
     "adagrad": adagrad.change,
     "sgd": sgd.change,
 }
-"""By rule: what the master moves by, from scalars, the scaled gradient, and state that is updated in place."""
+"""By rule: a function that returns what is subtracted from the master.
+
+It takes the rule's scalars, the scaled gradient, and the state in fp32, which it updates in place.
+"""
 
 
 @dataclass(slots=True)
 class SegmentTensors:
-    """One row of a segment table, as tensors.
+    """One row of a segment table, as tensors, all of them on one device.
 
     Attributes:
-        master: fp32, shape [numel], contiguous, on CPU; int16 where it is the upper plane of two. Where the weight is
-            fp32, the weight itself.
+        master: fp32, shape [numel], contiguous. Where the weight is fp32, the weight itself. int16 where it is the
+            upper plane of two; of the weight's own dtype where the rule's masters are copies of weights.
         state: fp32, or what `state_format` says, shape [numel] each, in the order of `rule.state`.
         gradient: bf16, fp16 or fp32, shape [numel]; may be None if the segment is not active.
         weight: bf16 or fp16, shape [numel]; None where the weight is fp32.
+        flags: What an update does to the segment.
         scalars: What `rule.row` returns; may be None if the segment is not active.
-        rounding_key: Of this update, from `rounding_keys`; used, as the index, where the format rounds.
-        first_index: Index of the first element in the unsharded parameter.
+        rule: The update rule.
+        state_format: How the state is stored.
+        rounding_key: Of this update, from `rounding_keys`; used only where the format rounds.
+        first_index: Index of the first element in the unsharded parameter; used only where the format rounds.
         master_low: The lower plane of a master in two: uint8, shape [numel].
-        scales: Where elements share them: uint8, shape [blocks, number of state tensors].
+        scales: Where elements share them: uint8, shape [blocks, number of state tensors]. Of a class's rule, its
+            packed state, so that it is zeroed with the rest.
     """
 
     master: torch.Tensor
@@ -90,7 +97,7 @@ class SegmentTensors:
     scales: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what there is by its name in a segment table."""
+        """Return the tensors that are not None, by their names in a segment table."""
         named = zip(self.rule.names, (self.master, *self.state), strict=True)
         others = {"gradient": self.gradient, "weight": self.weight, MASTER_LOW: self.master_low, SCALES: self.scales}
         return dict(named) | {name: tensor for name, tensor in others.items() if tensor is not None}
@@ -102,9 +109,10 @@ def round_weight(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def matched(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return fp32 masters where their 16-bit weights are their roundings, bit for bit, and elsewhere the weights.
+    """Return each fp32 master that rounds to its 16-bit weight, and in the place of all others the weight in fp32.
 
-    So NaN is NaN, whatever its payload, an infinite fp16 weight is any master that overflows, and -0 is not 0.
+    Bits are compared, so -0 is not 0. An infinite fp16 weight matches any master that overflows to it. Where the
+    weight is NaN, the result is NaN either way.
     """
     is_alike = round_weight(master, weight.dtype).view(torch.int16) == weight.view(torch.int16)
     return torch.where(is_alike, master, weight.to(torch.float32))
@@ -113,11 +121,14 @@ def matched(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def update(segment: SegmentTensors) -> None:
     """Update one segment in place, as its flags say.
 
+    First the master is taken from the weight, and the state zeroed, where a flag asks for it. Then, if the segment is
+    active, its rule updates master and state, and the weight becomes the rounded master.
+
     The L2 term is left out where `decay` is 0: adding 0 * p would make NaN of an infinite weight.
     Decoupled decay is always a multiplication (by 1 where weight_decay is 0).
 
-    Compact state is widened, exactly, before the update, and rounded after it: the master moves by what the new state
-    is before it is rounded.
+    Compact state is widened, exactly, before the update, and rounded after it. The master's change is computed from
+    the new state before that is rounded, the weight from the master as it is stored.
     """
     flags, s = segment.flags, segment.scalars
     if segment.weight is not None and flags & SegmentFlag.LOAD_MASTER:
@@ -164,11 +175,11 @@ def master_of(segment: SegmentTensors) -> torch.Tensor:
 
 
 def store_master(segment: SegmentTensors, values: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
-    """Put a master, in fp32, into a segment's tensors as its format says; return it as it was stored.
+    """Store a new master in a segment's tensors as its format says; return it as it was stored, in fp32.
 
     Args:
-        segment: Whose.
-        values: fp32, shape [numel].
+        segment: The segment.
+        values: The new master: fp32, shape [numel]; may be `segment.master` itself, if that was changed in place.
         random: From `random_bits`; None to round to odd.
     """
     if segment.master_low is None:
@@ -205,13 +216,16 @@ def _widened(segment: SegmentTensors) -> list[torch.Tensor]:
 
 
 def _store(segment: SegmentTensors, state: Sequence[torch.Tensor], random: torch.Tensor | None) -> None:
-    """Store values, or codes, as they are: nothing is rounded."""
+    """Store values, or codes, as they are: nothing is rounded, so `random` is not used."""
     for tensor, values in zip(segment.state, state, strict=True):
         tensor.copy_(values)
 
 
 def _store_rounded(segment: SegmentTensors, state: Sequence[torch.Tensor], random: torch.Tensor | None) -> None:
-    """Round the first tensor with the lower 16 of an element's random bits, the second with the upper 16."""
+    """Store values in bf16, rounded with random bits, or without them to nearest.
+
+    The first tensor takes the lower 16 of an element's 32 random bits, the second one the upper 16.
+    """
     for number, (tensor, values) in enumerate(zip(segment.state, state, strict=True)):
         if random is None:
             tensor.copy_(round_to_bfloat16(values))
@@ -230,6 +244,7 @@ def _decoded(segment: SegmentTensors) -> list[torch.Tensor]:
 
 
 def _store_codes(segment: SegmentTensors, state: Sequence[torch.Tensor], random: torch.Tensor | None) -> None:
+    """Store values as codes of a byte, and the scales of their blocks; without random bits rounded to nearest."""
     codes, scales = minifloat.encode_state(state, _are_roots(segment), segment.first_index, random)
     _store(segment, codes, None)
     known(segment.scales, "codes without scales").copy_(scales)
@@ -240,13 +255,13 @@ _FORMATS: dict[StateFormat, tuple[Callable[..., list[torch.Tensor]], Callable[..
     COMPACT16: (_widened, _store_rounded),
     COMPACT8: (_decoded, _store_codes),
 }
-"""By format: how state is loaded, and stored."""
+"""By format: two functions, which load a segment's state in fp32 (`state_of`) and store it (`store_state`)."""
 
 
 def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
-    """Return the segment table whose rows point at these tensors, all of segments with one rule.
+    """Return the segment table whose rows have the addresses of these segments' tensors, after checking them.
 
-    The tensors must outlive every use of the table.
+    All segments have one rule. The tensors must outlive every use of the table.
 
     Raises:
         ValueError: A tensor is not contiguous, not on the CPU, or has the wrong dtype or length.
@@ -293,8 +308,9 @@ def block_sums(gradient: torch.Tensor) -> torch.Tensor:
 
     The gradient is cut at multiples of NORM_BLOCK_NUMEL elements from its own start, the last block padded
     with zeros. Squares are exact in float64 (48 bits of its 53, and well inside its range). A block's squares
-    are added by halving, `x[:n] + x[n:]`, until one is left. So a block's sum is not finite exactly if one of
-    its elements is not: it is the overflow flag too.
+    are added by halving, `x[:n] + x[n:]`, until one is left: an order that vectors of any width can keep to. As
+    no finite sum overflows, a block's sum is infinite or NaN if, and only if, one of its elements is: it is the
+    overflow flag too.
     """
     rows = -(-gradient.numel() // NORM_BLOCK_NUMEL)
     x = torch.zeros(rows * NORM_BLOCK_NUMEL, dtype=torch.float64, device=gradient.device)
@@ -313,15 +329,19 @@ def fingerprint(gradient: torch.Tensor) -> int:
 
 
 def fingerprint_parts(gradient: torch.Tensor, first_block: int = 0) -> torch.Tensor:
-    """Return int64, the part of each block of the norm in the fingerprint that their gradient has.
+    """Return a gradient's fingerprint in parts: an int64 for each block of NORM_BLOCK_NUMEL elements.
 
     The gradient's bytes are taken as 64-bit words (little endian), the last one padded with zeros. The word at
-    position i is combined by exclusive or with each of two keys, `start + i * step`, and the two halves of both
-    results are multiplied. The first product and the second one with its halves swapped are added, modulo 2^64.
+    position i of the gradient has two keys, `start + i * step` (`FINGERPRINT_KEYS`), and a term:
+
+        term = product(word ^ key_1) + swap(product(word ^ key_2))
+
+    `product` multiplies the two halves of a word, `swap` exchanges them. A part is the sum of a block's terms, the
+    fingerprint that of all parts, both modulo 2^64.
 
     Args:
-        gradient: The elements of some blocks, of which the last may have fewer.
-        first_block: Number of the first of them in the gradient.
+        gradient: Consecutive blocks of the gradient, or all of it; the last block may have fewer elements.
+        first_block: Number of the first of these blocks in the gradient, in which words have their positions.
     """
     contents = gradient.detach().contiguous().reshape(-1).view(torch.uint8)
     count, block_words = -(-contents.numel() // 8), NORM_BLOCK_NUMEL * gradient.itemsize // 8
@@ -329,6 +349,7 @@ def fingerprint_parts(gradient: torch.Tensor, first_block: int = 0) -> torch.Ten
     padded[: contents.numel()] = contents
     words, half = padded.view(torch.int64), 0xFFFFFFFF
     positions = torch.arange(count, dtype=torch.int64, device=contents.device) + first_block * block_words
+    # int64 shifts copies of the sign in from the left: `& half` removes them. Products and sums wrap modulo 2^64.
     first, second = (
         (word & half) * (word >> 32 & half)
         for word in (words ^ (start + positions * step) for start, step in FINGERPRINT_KEYS)

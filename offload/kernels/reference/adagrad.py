@@ -11,7 +11,7 @@ from offload.rules.adagrad import Scalars
 
 
 def change(s: Scalars, g: torch.Tensor, state: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what the master moves by; `state` is sum, updated in place."""
+    """Return what is subtracted from the master; `state` is sum (of squared gradients), updated in place."""
     (total,) = state
     total.copy_(total + g * g)
     return (g / (square_root(total) + s.eps)) * s.step_size

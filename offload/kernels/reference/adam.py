@@ -15,7 +15,7 @@ from offload.rules.adam import Scalars
 
 
 def change(s: Scalars, g: torch.Tensor, state: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what the master moves by; `state` is exp_avg and exp_avg_sq, updated in place."""
+    """Return what is subtracted from the master; `state` is exp_avg and exp_avg_sq, updated in place."""
     m, v = state
     m.copy_(m * s.beta1 + g * s.one_minus_beta1)
     v.copy_(v * s.beta2 + (g * g) * s.one_minus_beta2)

@@ -10,7 +10,10 @@ from offload.rules.lion import Scalars
 
 
 def change(s: Scalars, g: torch.Tensor, state: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what the master moves by; `state` is exp_avg, updated in place. A zero or NaN is its own sign."""
+    """Return what is subtracted from the master; `state` is exp_avg, updated in place.
+
+    The sign is 1 or -1, or the value itself where that is a zero or NaN.
+    """
     (m,) = state
     mixed = m * s.beta1 + g * s.one_minus_beta1
     m.copy_(m * s.beta2 + g * s.one_minus_beta2)

@@ -35,6 +35,8 @@ def square_root(values: torch.Tensor) -> torch.Tensor:
 def round_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
     """Round fp32 to bf16, to nearest even, by integer arithmetic: subnormals stay, NaN stays NaN."""
     bits = values.contiguous().view(torch.int32)
+    # Bf16 is the upper half of an fp32. Adding 0x7FFF carries into it if the lower half is above 0x8000, the tie; at
+    # the tie itself only with 1 more, which is added where the upper half is odd.
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     rounded = torch.where(torch.isnan(values), torch.full_like(bits, 0x7FC0), rounded)
     return rounded.to(torch.int16).view(torch.bfloat16)
@@ -53,7 +55,7 @@ def mix64(values: Any) -> npt.NDArray[np.uint64]:
 
 
 def rounding_keys(seed: int, numbers: Any, updates: Any) -> npt.NDArray[np.uint64]:
-    """Return the keys of parameters' updates: all that their random bits depend on but the element.
+    """Return a key for each parameter's update: random bits are made of this key and an element's index alone.
 
     Args:
         seed: Any integer, modulo 2^64.
@@ -73,12 +75,14 @@ def rounding_keys(seed: int, numbers: Any, updates: Any) -> npt.NDArray[np.uint6
 def random_bits(key: int, first_index: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return 32 random bits for each of consecutive elements: int64, shape [numel].
 
-    The upper half of an element's index changes the key, by `mix64`. The lower half is multiplied by a constant (32
+    They are a hash of the key and of the element's 64-bit index. The upper half of the index changes the key, by
+    `mix64`; it is the same for all elements of a round of the loop. The lower half is multiplied by a constant (32
     bits of the golden ratio), so that neighbours differ in all bits, and enters a mixer, C. Wellons's "lowbias32"
     ("Prospecting for Hash Functions", 2018). The lower half of the key is added before the mixer; the upper half
-    comes in between its two multiplications, so that no key's bits are those of another key shifted. Without the
-    constant the mixer is too weak: 6 bits of an element tell something of those of the 32nd element after it
-    (chi-square, 27 standard deviations over 2^18 elements; with it 3.4, the greatest of 864 tests).
+    comes in between its two multiplications, so that no key's bits are those of another key shifted.
+
+    Without the constant the mixer is too weak: 6 bits of an element tell something of those of the 32nd element after
+    it (chi-square, 27 standard deviations over 2^18 elements; with it 3.4, the greatest of 864 tests).
 
     Args:
         key: Of the parameter's update, from `rounding_keys`.
@@ -89,13 +93,14 @@ def random_bits(key: int, first_index: int, numel: int, device: torch.device | s
     bits = torch.empty(numel, dtype=torch.int64, device=device)
     done = 0
     while done < numel:
-        upper, lower = divmod(first_index + done, 1 << 32)
+        upper, lower = divmod(first_index + done, 1 << 32)  # the halves of the index
         count = min(numel - done, (1 << 32) - lower)
-        inner, mixed = divmod(int(mix64((key + upper * INDEX_STEP) % (1 << 64))[0]), 1 << 32)
-        x = torch.arange(lower, lower + count, dtype=torch.int64, device=device) * COUNTER_STEP + mixed & 0xFFFFFFFF
+        # The halves of the key that is changed by the index:
+        high, low = divmod(int(mix64((key + upper * INDEX_STEP) % (1 << 64))[0]), 1 << 32)
+        x = torch.arange(lower, lower + count, dtype=torch.int64, device=device) * COUNTER_STEP + low & 0xFFFFFFFF
         x = x ^ (x >> 16)
         x = x * 0x7FEB352D & 0xFFFFFFFF
-        x = x ^ (x >> 15) ^ inner
+        x = x ^ (x >> 15) ^ high
         x = x * 0x846CA68B & 0xFFFFFFFF
         bits[done : done + count] = x ^ (x >> 16)
         done += count
@@ -103,11 +108,11 @@ def random_bits(key: int, first_index: int, numel: int, device: torch.device | s
 
 
 def round_stochastically(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to bf16, away from zero with the probability that makes the mean of the result the value.
+    """Round fp32 to bf16, up or down in magnitude at random, so that the mean of the results is the value.
 
-    `random` (integers below 2^16) is added to the bits that are then cut off. Bf16's values, zeros and infinities
-    among them, stay what they are; NaN becomes the one NaN 0x7FC0; a finite value beyond the greatest bf16 becomes
-    that one. So no finite value becomes infinite.
+    `random` (integers below 2^16) is added to the lower 16 bits of the fp32, which are then cut off: a carry rounds
+    away from zero. What is a bf16 already, zeros and infinities included, stays what it is. NaN becomes the one NaN
+    0x7FC0. A finite value beyond the greatest bf16 becomes that one, so none becomes infinite.
     """
     bits = values.contiguous().view(torch.int32).to(torch.int64)
     inside = values.abs() < torch.finfo(torch.bfloat16).max
