@@ -229,7 +229,7 @@ def _updated_ids(optimizer: Any) -> set[int]:
 def _check_gradients_stay(optimizers: Iterable[Any]) -> None:
     """Raise `ConfigError` if one of our optimizers moves gradients out of `.grad` during backward."""
     if not all(optimizer.keeps_grads for optimizer in optimizers):
-        # In the place of a setting and its value: either of two settings may be the reason.
+        # The error names both settings, as either of the two may be the reason.
         CLIPPED_APART.refuse("keep_grads, gradient_memory", "gradients that leave")
 
 
@@ -319,8 +319,8 @@ class WatchedFolder:
     """
 
     def __init__(self, folder: str) -> None:
-        # `_descriptor` is -1 if the folder was gone from the beginning (`_was_gone`), or cannot be opened.
-        # `_commit` is the content of the checkpoint's file `COMMIT`, b"" without one.
+        # `_descriptor` is -1 if the folder was gone from the beginning (`_was_gone`), or it or its `COMMIT` cannot be
+        # opened. `_commit` is the content of the checkpoint's file `COMMIT`, b"" without one.
         self._folder, self._descriptor, self._was_gone, self._commit = folder, -1, False, b""
         try:
             self._commit = self._read_commit()

@@ -146,7 +146,7 @@ def _cuda_relax_captures() -> None:
     name, library = ("hip", "libamdhip64.so") if torch.version.hip else ("cuda", "libcudart.so")
     version = f".{torch.version.cuda.partition('.')[0]}" if torch.version.cuda else ""  # as in libcudart.so.12
     try:
-        runtime = ctypes.CDLL(library + version)  # torch has loaded it: this is that one's handle
+        runtime = ctypes.CDLL(library + version)  # usually torch has loaded it: this is that one's handle then
         # By reference: the call exchanges the mode, and puts the former one there, which nobody needs.
         runtime[f"{name}ThreadExchangeStreamCaptureMode"](ctypes.byref(ctypes.c_int(_RELAXED)))
     except (OSError, AttributeError) as error:

@@ -70,7 +70,7 @@ def parse_bytes(field: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(field, value, _SIZE_ADVICE)
     size: Decimal | int = _parse_size(field, value) if isinstance(value, str) else value
-    if not 0 <= size <= MAX_BYTES:  # checked before `int`, which would write out the digits of "1e999"
+    if not 0 <= size <= MAX_BYTES:
         raise ConfigError(field, value, _SIZE_ADVICE)
     return int(size)
 
@@ -874,7 +874,7 @@ class OffloadConfig:
             speculates=self.overlaps_backward,
             follow_rates=all(path.share is None for path in self.path_configs),
             checkpoints=self.checkpoints,
-            checkpoints_required=bool(self.checkpoints_kept),  # not where it is None: one is kept as there is room
+            checkpoints_required=bool(self.checkpoints_kept),  # None requires none: one is kept if there is room
             mirrors=self.mirror is not None,
             nodes=tuple(starmap(NodeBudget, self.node_bytes.items())),
         )

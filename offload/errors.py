@@ -94,7 +94,7 @@ def _textual(value: object) -> object:
     """Return the text of a value that pickle refuses; of an exception, an `OffloadError` with that text."""
     if isinstance(value, BaseException):
         return OffloadError(_shown(value))
-    if type(value) is tuple:  # an error's `args`, which must stay a tuple; a message in it stays as it is
+    if type(value) is tuple:  # `args`, say, must stay a tuple; a message in it stays as it is
         return tuple(item if isinstance(item, str) else _textual(item) for item in value)
     return _shown(value)
 

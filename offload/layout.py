@@ -519,7 +519,7 @@ class Layout:
         if tile.tensor == ACTIVATIONS:
             return "activations"
         subgroup = self.subgroups[tile.subgroup]
-        # Elements of the subgroup from `first` to `end` are in the tile.
+        # The tile has no elements of the subgroup but those from `first` to `end`.
         if tile.tensor < len(subgroup.kept):
             tensor = subgroup.kept[tile.tensor].name
             first = tile.tile * subgroup.tile_numel

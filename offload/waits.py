@@ -103,7 +103,7 @@ class Silence:
         if self.left_s:
             return
         lasts_s = self.lasts_s
-        self._due_s += max(lasts_s, QUIET_S)  # the next warning comes when the silence has lasted twice as long
+        self._due_s += max(lasts_s, QUIET_S)  # the next warning comes when the silence has lasted about twice as long
         awaited = what()
         if awaited:
             log.warning("nothing has happened for %.0f s; waiting for %s", lasts_s, awaited)

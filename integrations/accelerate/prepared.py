@@ -147,7 +147,8 @@ def enable(accelerator: Any, optimizer: Any, *, commit_on_sigterm: str | os.Path
         tell_last_pass(ours(optimizer), accelerator)
         models = accelerator._models
         # Modules have to be hooked as they are called. A module that Accelerate compiles is in `_models` as it was
-        # before, and only the caller has the compiled one: so none is hooked then to wait for weights.
+        # before, except under FSDP2, and only the caller has the compiled one. So none is hooked to wait for weights
+        # if Accelerate compiles.
         hide_steps(ours(optimizer), models if accelerator.state.dynamo_plugin.backend == "NO" else (), models)
     if commit_on_sigterm is not None:
         _commit_on_sigterm(accelerator, optimizer, commit_on_sigterm)

@@ -78,8 +78,8 @@ def _run_module(name: str) -> None:
     try:
         exists = find_spec(name) is not None
     except ModuleNotFoundError as error:
-        # `find_spec` imports the module's package. If that is there, and imports a module that is missing, this error
-        # is raised. Else the package itself is missing.
+        # `find_spec` imports the module's package. If that is there, and imports a module that is missing, the error
+        # names that module, and goes on to the caller. Else it names the package, which is missing or is none.
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         exists = False

@@ -446,7 +446,7 @@ class SavesBehind:
         with contextlib.suppress(Exception):
             self._shard.engine.checkpoints.release(pinned)
             shutil.rmtree(pinned)
-            os.rmdir(os.path.dirname(pinned))  # `PINNED`, if no other rank has a folder in it
+            os.rmdir(os.path.dirname(pinned))  # `PINNED`, if no other save, of any rank, has a folder in it
         _pinned_folders.discard(pinned)
 
     def _wait_and_name_tag(self, pending: PendingTag) -> None:

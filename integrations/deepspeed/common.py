@@ -67,7 +67,7 @@ _T = TypeVar("_T")
 
 def warn_of_large_buckets(engine: Any, config: OffloadConfig) -> None:
     """Warn of bucket sizes so large that DeepSpeed reduces all gradients, or gathers all weights, at once."""
-    # A parameter that ZeRO-3 has cut has no elements itself between uses.
+    # A parameter that ZeRO-3 has cut may have no elements itself between uses; it has its size as `ds_numel`.
     model_numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
 
     def warn_if_large(key: str, numel: int, where: str) -> None:
@@ -102,7 +102,7 @@ def make_shard(
     `group`, the ranks among which state is divided; other arguments as of `Shard`.
     """
     device = find_device(weights)
-    # Gradients come from there even if the weights are in host memory.
+    # Gradients come from DeepSpeed's accelerator even if the weights are in host memory.
     from_accelerator = import_module("deepspeed.accelerator").get_accelerator().device_name() != "cpu"
     ranks = torch.distributed.get_world_size(group)
     among: tuple[int, int] | None = None  # this rank's number among those with its cores, and their count
@@ -114,7 +114,8 @@ def make_shard(
         among = cores_of_earlier_ranks.count(own_cores), cores_by_rank.count(own_cores)
     with naming_object_in_errors():
         if ranks > 1:
-            config = config.for_rank(torch.distributed.get_rank())  # not of the group: others may use the same paths
+            # Not the rank in the group: ranks of other groups may use the same paths.
+            config = config.for_rank(torch.distributed.get_rank())
         return Shard(pieces, weights, config, device, gradient_dtype, among, rule, from_accelerator)
 
 
@@ -222,7 +223,7 @@ class OffloadedOptimizer(StepFigures):
 
     def step(self, *arguments: Any, **keywords: Any) -> Any:
         """Make DeepSpeed's step, timed for `overlap="auto"`, which may choose another mode for the next steps."""
-        self._end_lending()  # in case an interrupt has left it with DeepSpeed
+        self._end_lending()  # in case an interrupt has left state with DeepSpeed
         self.finish()  # the step before, which may still go on
         began_s = self._auto.pace.begin_step()
         result = super().step(*arguments, **keywords)  # type: ignore[misc]
@@ -406,7 +407,7 @@ class OffloadedOptimizer(StepFigures):
             steps = dict(self._saved_steps or {}) if kept_steps is None else kept_steps
             self.shard.load(states, steps)
         self._saved_steps = None
-        # DeepSpeed has called `_restore_from_bit16_weights` within `load`, and `shard.load` has undone that.
+        # If DeepSpeed has called `_restore_from_bit16_weights` within `load`, `shard.load` has undone that.
         if self._has_reloaded_masters:
             self.shard.reload_masters()
 
@@ -443,13 +444,14 @@ class OffloadedOptimizer(StepFigures):
 
         self._has_reloaded_masters = False
         self._on_all_ranks(load_part)
-        # DeepSpeed has called `_restore_from_bit16_weights` within `load`, and `shard.load_in_place` has undone that.
+        # If DeepSpeed has called `_restore_from_bit16_weights` within `load`, `shard.load_in_place` has undone that.
         if self._has_reloaded_masters:
             self.shard.reload_masters()
 
     def _restore_from_bit16_weights(self) -> None:
         """Take the masters from the weights: DeepSpeed calls this when a load has changed weights."""
-        self._has_reloaded_masters = True  # for the load under way, which takes them once more at its end
+        # `_load_by_deepspeed` and `_load_in_place`, if one is under way, take the masters once more at its end.
+        self._has_reloaded_masters = True
         self.shard.reload_masters()
 
     def stream_checkpoints(self, engine: Any) -> None:
@@ -478,7 +480,7 @@ class OffloadedOptimizer(StepFigures):
             self.check_is_loaded()
             names_latest = save_latest and stream.can_stream(engine.checkpoint_engine)
             by_deepspeed = save_latest and not names_latest
-            # DeepSpeed expects a dict, which the default of `client_state` is not.
+            # DeepSpeed's own default of `client_state` is a dict; the default here is none.
             result = save_tag(save_dir, tag, dict(client_state), by_deepspeed, *arguments, **keywords)
             if names_latest:
                 name = f"global_step{engine.global_steps}" if tag is None else str(tag)  # as DeepSpeed names the tag
@@ -489,7 +491,7 @@ class OffloadedOptimizer(StepFigures):
         def save_checkpoint(save_path: str, tag: str, *arguments: Any, **keywords: Any) -> None:
             """Replaces `_save_checkpoint`, which saves the model. Collective, so that rank 0's error reaches all."""
             self.finish()
-            self._end_lending()  # in case an interrupt has left it with DeepSpeed
+            self._end_lending()  # in case an interrupt has left state with DeepSpeed
             save = functools.partial(save_model, save_path, tag, *arguments, **keywords)
             can_stream = stream.can_stream(engine.checkpoint_engine)
             own_file = engine._get_zero_ckpt_name(save_path, tag)
@@ -506,14 +508,14 @@ class OffloadedOptimizer(StepFigures):
                     self._on_all_ranks(save)
             except BaseException:
                 if can_stream:
-                    discard_partial(own_file)  # the old file that was set aside
+                    discard_partial(own_file)  # the old file, if it was set aside and kept
                 raise
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
             """Replaces `_save_zero_checkpoint`, which saves this rank's state."""
             if self.behind is None or not self._saves_in_background:
                 self._on_all_ranks(lambda: self._save_state_file(save_state, engine, save_path, tag))
-                # All ranks have named their files. Left are the old file that was set aside, and the folder of both.
+                # All ranks have named their files. Left is the folder in which these had their partial names.
                 discard_partial(engine._get_zero_ckpt_name(save_path, tag))
             else:
                 self._begin_save_behind(self.behind, save_state, engine, save_path, tag)
@@ -545,8 +547,8 @@ class OffloadedOptimizer(StepFigures):
             """Replaces `load_checkpoint`: first wait for the save in the background, which writes `latest`."""
             self.wait_checkpoint()
             result = load(*arguments, **keywords)
-            # Both are of one checkpoint, or the masters were taken from the weights. If they differ all the same,
-            # `SharedModel.is_written` finds that in the next save.
+            # Weights and masters are of one checkpoint, or the masters were taken from the weights. If the weights
+            # are not the rounded masters all the same, `SharedModel.is_written` finds that in the next save.
             self.note_weights_are_rounded_masters()
             return result
 
@@ -614,8 +616,8 @@ class OffloadedOptimizer(StepFigures):
             from a universal checkpoint.
             """
             self.finish()
-            self._end_lending()  # in case an interrupt has left it with DeepSpeed
-            if not tag:  # DeepSpeed has read it in `latest`
+            self._end_lending()  # in case an interrupt has left state with DeepSpeed
+            if not tag:  # DeepSpeed has read it in `latest`, unless the caller has given ""
                 raise CheckpointError(
                     f"{os.path.join(load_dir, 'latest')} is empty, as whoever wrote it was killed; "
                     f"nothing was loaded. Load a tag by its name: whole ones are {_whole_tags(load_dir)}"
@@ -680,18 +682,18 @@ class OffloadedOptimizer(StepFigures):
         is_behind = self._saves_in_background and not engine.use_node_local_storage()
         may_leave_out = is_behind and self.behind is not None and self.behind.weights_are_rounded_masters
         left_out = self.unchanged_weights() if may_leave_out else ()
-        if self._on_any_rank(not left_out):  # all ranks do the same
+        if self._on_any_rank(not left_out):  # either all ranks leave weights out, or none does
             left_out = ()
 
         def write() -> None:
-            """Write the file on rank 0; on other ranks `save` writes none."""
+            """Write the file on rank 0, or with node-local storage on one rank of each node; others write none."""
             if torch.distributed.get_rank() == 0:
                 set_aside(path, is_kept=is_behind)
             with _saving_to_partial(engine, "_get_ckpt_name", path):
                 with stream.writing_holes(engine.checkpoint_engine) as saved_states:
                     save()
                 places_by_file = [fill(partial_of(path), state, left_out) for state in saved_states]
-            for places in places_by_file:  # of one file on rank 0, of none on others
+            for places in places_by_file:  # of one file, or of none on ranks where `save` writes none
                 if places is None:
                     log.warning("weights are saved to %s in a way that cannot be streamed", path)
                     discard_partial(path)
@@ -802,7 +804,7 @@ class OffloadedOptimizer(StepFigures):
                 if starts is None:  # masters are not pinned then, so the weights are written now
                     stream.write_weights(partial_of(model.path), model.starts, self.shard.weights)
                     model.starts = []
-                # By which `behind` checks afterwards that rounded masters are what the weights are now.
+                # `behind` checks by these, afterwards, that the rounded masters are what the weights are now.
                 model.digests = [stream.digest(weight) for weight in self.shard.weights]
             # A model's file that has its name already: DeepSpeed, which may have written it, makes no file durable.
             to_sync = [model_path] if os.path.exists(model_path) else []
@@ -930,7 +932,7 @@ class OffloadedOptimizer(StepFigures):
     def destroy(self) -> None:
         """Wait for a checkpoint that is being written, then free memory and files: the engine's, then DeepSpeed's.
 
-        In between the handler of SIGTERM that was there before ours is restored, and is passed a signal for which
+        After the wait the handler of SIGTERM that was there before ours is restored, and is passed a signal for which
         nothing was saved.
         """
         if self.behind is not None:

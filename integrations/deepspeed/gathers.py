@@ -90,7 +90,7 @@ class Gathers:
         if not numel:
             return ()
         numbers = self._range_numbers[flat]
-        # All ranges of a flat tensor have as many elements as the first, which begins at 0; only the last has fewer.
+        # All ranges of a flat tensor but the last have as many elements as the first, which begins at 0.
         range_numel = self._ranges[numbers[0]].stop
         end = -(-(start + numel) // range_numel)  # rounded up
         return numbers[start // range_numel : end]
@@ -108,7 +108,7 @@ class Gathers:
             for flat, rank_parts in enumerate(self._parts):
                 for part in rank_parts:
                     first = max(address, part.data_ptr())
-                    nbytes = min(end, part.data_ptr() + part.nbytes) - first  # in both; below 0 if they are apart
+                    nbytes = min(end, part.data_ptr() + part.nbytes) - first  # in both; at most 0 if they are apart
                     if nbytes > 0:
                         start = (first - part.data_ptr()) // part.itemsize
                         numbers = self._range_numbers_within(flat, start, nbytes // part.itemsize)

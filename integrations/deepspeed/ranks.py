@@ -37,7 +37,7 @@ def on_all_ranks(work: Callable[[], _T], group: Any) -> _T:
         result = work()
     except Exception as caught:
         error = caught
-    # All ranks come here, and learn whether any of them has an error.
+    # Ranks come here with an `Exception`, too, and all learn whether any of them has one.
     if torch.distributed.get_world_size(group) > 1 and max_over_ranks(error is not None, group):
         error = error or SessionBrokenError("another rank could not do its part; its log says why")
     if error is not None:

@@ -59,7 +59,8 @@ class Saving:
 
 OFFLOAD = "zero_optimization.offload_optimizer"
 
-# Keys by which DeepSpeed would do in another way what this backend does: (section, key, harmless value, advice).
+# Keys by which DeepSpeed would do in another way what this backend does, or would do what this backend cannot work
+# with: (section, key, harmless value, advice).
 _CONTRADICTING_KEYS: tuple[tuple[str, str, Any, str], ...] = (
     (OFFLOAD, "nvme_path", None, f'leave it out and give the directories as {KEY}.paths: ["/mnt/nvme0/offload"]'),
     (OFFLOAD, "pipeline", False, "leave it out: transfers and updates always overlap"),
@@ -226,7 +227,7 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
 
 
 def _refuse_other_ways(config: Mapping[str, Any]) -> None:
-    """Raise one `ConfigError` about all keys by which DeepSpeed would do in another way what this backend does."""
+    """Raise one `ConfigError` about all keys by which DeepSpeed would work in a way that contradicts this backend."""
     contradicting = []  # rows of key, value, advice
     for section_name, key, harmless, advice in _CONTRADICTING_KEYS:
         value = _section(config, section_name).get(key)

@@ -158,7 +158,7 @@ class Shard:
         """
         self._begin_window_if_none()
         slot: torch.Tensor = self.gradients.lend(number, None, arrived=number in self._arrived)
-        self.note_changed(number)  # already now, as the caller does not say when it has added
+        self.note_changed(number)  # already now: else another call for this piece would make the sum zeros again
         return slot
 
     def note_changed(self, number: int, *, gathered: bool = False) -> None:
@@ -309,15 +309,15 @@ class Shard:
         """Return a copy of the state of all flat tensors, zeros as padding; see `offload.Engine`'s `state.read`."""
         with contextlib.closing(copy := self.engine.state.new_copy(self._state_numels)):
 
-            def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
+            def copy_run(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
                 """Copy a run of a piece's state, from the piece's element `first` on, to its place."""
                 piece = self.pieces[number]
                 for tensor_number, name in enumerate(self.names):
                     # Tensors in the order of `_flat_states`.
                     copy.write(len(self.names) * piece.flat + tensor_number, piece.offset + first, views[name])
 
-            self.engine.state.visit(take)
-        return self._flat_states(copy.tensors)
+            self.engine.state.visit(copy_run)
+        return self._flat_states(copy.tensors)  # closing has ended the writing; the tensors stay
 
     def load(self, states: Sequence[FlatState], steps: Mapping[str, int]) -> None:
         """Replace all state.

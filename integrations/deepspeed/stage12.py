@@ -41,7 +41,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
     _sampled_indexes: list[torch.Tensor] | None = None  # in each flat tensor of weights; None before the first use
-    _noted_fingerprint = WeightsFingerprint()  # as it was when weights were rounded masters; empty if they are not
+    _noted_fingerprint = WeightsFingerprint()  # as it was when weights were rounded masters; empty if unknown
     _gathers: Gathers | None = None
     _skips_copy_and_gather = False  # whether DeepSpeed's step is under way, without its copy and gather of weights
 
@@ -237,7 +237,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         """Lend state, and let DeepSpeed link parameters to it: its checkpoints go by these links."""
         super()._lend_state(states)
         super()._link_all_hp_params()
-        self._hp_optimizer_states_linked = False  # else DeepSpeed does not link moments, as it has done so before
+        self._hp_optimizer_states_linked = False  # else DeepSpeed links no moments if it has done so before
         self._lazy_init_hp_params_optimizer_state()
 
     def _get_offload_gradient_dict(self) -> None:

@@ -121,7 +121,8 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         """
         persistent = self.persistent_parameters
         if self._overlaps_forward:
-            self.persistent_parameters = []  # they lie in all subgroups, so that the whole step would be waited for
+            # They may lie in all subgroups, so that the whole step would be waited for.
+            self.persistent_parameters = []
         try:
             super()._post_step(*arguments, **keywords)
         finally:

@@ -174,7 +174,7 @@ def _configure_optimizer_of(
 
     DeepSpeed's own method, `original`, makes it: meanwhile the names of DeepSpeed's optimizer classes stand for ours.
     """
-    # Here, as these modules import DeepSpeed, which is not imported before the program does that.
+    # Imported here, as these modules import DeepSpeed, which this package does not import before the program does.
     from offload.integrations.deepspeed.common import OffloadedOptimizer, warn_of_large_buckets
     from offload.integrations.deepspeed.stage3 import OffloadedStage3
     from offload.integrations.deepspeed.stage12 import OffloadedStage12
@@ -193,7 +193,7 @@ def _configure_optimizer_of(
     client_optimizer = _ensure_client_optimizer(engine, client_optimizer, model_parameters)
     # DeepSpeed may not insist on its own CPU optimizer: the client's is never stepped.
     engine._config.zero_force_ds_cpu_optimizer = False
-    # `original` may import this module, whose class derives from one that is replaced below: it is imported before.
+    # `original` may import this module, whose class derives from one that is replaced below. So it is imported now.
     with contextlib.suppress(ImportError):  # an older DeepSpeed has no such module
         import_module("deepspeed.runtime.superoffload.superoffload_stage3")
     with contextlib.ExitStack() as stack:

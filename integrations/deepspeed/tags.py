@@ -32,7 +32,8 @@ def mark_tags_when_whole(optimizer: Any, engine: Any) -> None:
     if engine.use_node_local_storage():  # no process sees all files of a tag
         return
     save, load = engine.save_checkpoint, engine.load_checkpoint
-    # Folder of the tag that is being saved, until it is marked as whole; of a marked tag, until it is mirrored.
+    # The folder of the tag that is being saved, until it is marked as whole; and then, until it is mirrored, that of
+    # the marked tag.
     unmarked_folder = unmirrored_folder = ""
     # A DeepSpeed without decoupled checkpoint engines does not have the method.
     commit_decoupled = getattr(engine, "_commit_decoupled_checkpoint", lambda: None)
@@ -97,7 +98,7 @@ def mark_tags_when_whole(optimizer: Any, engine: Any) -> None:
         result = load(load_dir, tag, *arguments, **keywords)
         if result[0] is not None:  # the path of a file in the tag's folder; None if nothing was loaded
             tag_folder = os.path.dirname(result[0])
-            # The process that saved the tag may have been killed before the tag was mirrored. It need not have a
+            # The process that saved the tag may have been killed before the tag was mirrored. The tag need not have a
             # checkpoint of the engine in it.
             if mark_of(tag_folder) is Mark.WHOLE:
                 mirror_folder(optimizer.shard, tag_folder, is_new=False)
@@ -109,6 +110,9 @@ def mark_tags_when_whole(optimizer: Any, engine: Any) -> None:
 
 def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandler:
     """Replace `engine.step`: all ranks save to a folder at the end of a step in which one of them got a SIGTERM.
+
+    Then the ranks that had the signal run the handler of SIGTERM before this one, which usually ends the process, and
+    so the run.
 
     The handler keeps no optimizer alive; when the optimizer is freed, the earlier handler is restored.
     """
@@ -131,7 +135,7 @@ def commit_on_sigterm(optimizer: Any, engine: Any, folder: str) -> SigtermHandle
         is_last = engine.is_gradient_accumulation_boundary()  # before `step`, which counts the micro-step
         result = step(*arguments, **keywords)
         if is_last:
-            handler.note_step()
+            handler.note_step()  # tells a later handler, of another optimizer, that this one's owner still trains
             if any_rank(handler.has_signal):
                 handler.commit(save, wait_mirror, folder)
         return result

@@ -111,7 +111,8 @@ def reserve_file(engine: Any, optimizer: Any) -> Iterator[Partitions | None]:
     for group in optimizer.param_groups:
         parameters.update(dict.fromkeys(group["params"]))
     given = engine._config.zero_config.offload_param
-    if given is not None and given.device == "nvme":  # the config was read before the backend was switched on
+    # The config was read before the backend was switched on, or was given an object for it.
+    if given is not None and given.device == "nvme":
         SWAPPED_BY_DEEPSPEED.refuse(f"{settings.WEIGHTS}.device", "nvme")
     for parameter in parameters:
         if getattr(parameter, "nvme_swapper", None) is not None:

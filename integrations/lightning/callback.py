@@ -98,6 +98,10 @@ class OffloadCallback(Callback):  # type: ignore[misc]
 
         An older checkpoint of the same name stays whole until the new file replaces its file, as it names another
         folder. That folder is deleted last.
+
+        A local folder is marked: a file in it says first that a save has begun, which shows if it is interrupted, and
+        then that the folder is whole. A whole folder is mirrored together with the checkpoint's file, which the
+        marker names as lying `beside` it. A folder in a bucket has no marker, and no mirror gets the file with it.
         """
         write = partial(type(strategy).save_checkpoint, strategy, checkpoint, filepath, storage_options)
         states = checkpoint.get("optimizer_states")
@@ -111,6 +115,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         if is_local:  # folders in a bucket cannot be marked
             begin_folder(folder, Marker(beside=(os.path.basename(path),)))
         save(optimizer, folder)
+        # `states[0]` is a pointer that names no folder yet: `_optimizer_state` has made it.
         checkpoint["optimizer_states"] = [{**states[0], POINTER: os.path.basename(folder)}]
         # Noted before the file is written: if that fails, the file may or may not name the folder.
         self._folders_by_checkpoint.setdefault(path, set()).add(folder)

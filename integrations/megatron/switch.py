@@ -133,7 +133,7 @@ def enable(config: Mapping[str, Any] | str, *, layout: str = "stock") -> None:
         ):
             shared.replace(undo, owner, name, functools.partialmethod(replacement, vars(owner)[name], *extra))
         local = import_module(f"{_CHECKPOINTING}.tensor_aware_state_dict").MCoreTensorAwareStateDict
-        # A class method: the function in it, which is given the class, and which `refuse_local` calls as `original`.
+        # `from_state_dict` is a class method. `refuse_local` calls the function in it, as `original`, with the class.
         refusing = functools.partial(in_place.refuse_local, vars(local)["from_state_dict"].__func__)
         shared.replace(undo, local, "from_state_dict", classmethod(refusing))
         # Both modules have the functions, and callers import them from either.
@@ -168,7 +168,8 @@ def make_checked(
     # Megatron, too, takes the first chunk's `ddp_config` for that of all.
     if model_chunks[0].ddp_config.use_megatron_fsdp:
         MEGATRON_FSDP.refuse("use_megatron_fsdp", True)
-    # With these three set Megatron makes the `HybridDeviceOptimizer` whose place ours takes.
+    # With these three set Megatron makes a precision-aware `DistributedOptimizer`, and below it the
+    # `HybridDeviceOptimizer` whose place ours takes.
     for name in ("use_distributed_optimizer", "optimizer_cpu_offload", "use_precision_aware_optimizer"):
         if not getattr(config, name):
             MEGATRON_WHOLE.refuse(name, False)
@@ -208,6 +209,7 @@ def init_chained(chained: Any, original: Callable[..., None], config: OffloadCon
     for number, (distributed, numel) in enumerate(zip(ours, numels, strict=True)):
         own_config = config.for_part(numel, sum(numels))
         if len(ours) > 1:
+            # Of checkpoints in place: the first keeps the name "offload", the experts' is "offload-1".
             distributed.optimizer.folder += f"-{number}" if number else ""
             text = "optimizer %d of %d has %d of %d parameters of this rank: host_memory %s, gpu_memory %s"
             log.info(text, number + 1, len(ours), numel, sum(numels), own_config.host_memory, own_config.gpu_memory)
@@ -243,7 +245,8 @@ def open_engine(distributed: Any, config: OffloadConfig) -> None:
     for weight, (group, place) in distributed.model_param_group_index_map.items():
         shard = inner.param_groups[group]["params"][place]
         shard_range = distributed._get_model_param_range_map(weight)["param"]  # the shard's elements of the weight
-        name, dtype = names[weight].removeprefix("module."), DtypeCode.of(shard.dtype)  # without DDP's wrapper
+        # Without the prefix of DDP's wrapper, which begins the name if the model has one chunk.
+        name, dtype = names[weight].removeprefix("module."), DtypeCode.of(shard.dtype)
         if shard.numel() != shard_range.end - shard_range.start or shard.dtype is not weight.dtype:
             raise ConfigError("megatron", name, f"use one of {', '.join(TESTED)}: it is not cut as it was there")
         whole = weight.numel(), tuple(weight.shape)

@@ -132,7 +132,9 @@ class Sigterm(Callback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Handle SIGTERM while training lasts."""
-        self.on_train_end()  # an earlier `train` that an error has ended may have left its handler
+        # An error may have ended training without `on_train_end`, and left a handler: with `auto_find_batch_size`
+        # training then begins anew within the same `train`.
+        self.on_train_end()
         if self.optimizer() is None:
             return
         if getattr(args, "enable_jit_checkpoint", False):  # older releases have no such argument

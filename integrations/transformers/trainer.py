@@ -130,7 +130,7 @@ def _wrappers(
         "create_optimizer": lambda original: partialmethod(_create_optimizer, original, commit_on_sigterm),
         "log": lambda original: partialmethod(_log, original),
         "train": lambda original: partialmethod(_train, original, commit_on_sigterm),
-        # No callback stands in the place of these. All but the last have no public name.
+        # No callback is called in place of any of these. Only the last one has a public name.
         "_save_checkpoint": lambda original: partialmethod(_save_checkpoint, original),
         "_save_optimizer_and_scheduler": lambda original: partialmethod(_save_optimizer, original),
         "_load_optimizer_and_scheduler": lambda original: partialmethod(_load_optimizer, original),
@@ -489,7 +489,7 @@ class _Serving(saving.Callback):  # type: ignore[misc]
         ours = self.optimizer()
         if ours is not None:
             ours.finish()
-            ours.engine.checkpoints.release_deleted()  # deleted since the last save; no further save does this
+            ours.engine.checkpoints.release_deleted()  # those deleted since the last save: no other save follows
 
 
 def _ensure_callbacks(trainer: Any, commits: bool) -> saving.Sigterm | None:
@@ -646,7 +646,7 @@ def _train(
     try:
         return original(trainer, wanted, *arguments, **options)
     except Exception:
-        # `on_train_end` below passes the signal on, which ends the process before anybody would see the error.
+        # `on_train_end` below passes the signal on, which may end the process before anybody sees the error.
         if sigterm is not None and sigterm.has_signal:
             log.exception("training has failed, and a SIGTERM has come")
         raise
@@ -728,7 +728,7 @@ def _load_optimizer(trainer: Any, original: Callable[..., Any], checkpoint: str 
     Else the state in that file, which is torch's, is loaded. The Trainer itself loads the scheduler.
     """
     ours = _our_optimizer(trainer)
-    if ours is None or checkpoint is None:  # None: the Trainer resumes from nothing
+    if ours is None or checkpoint is None:  # without a checkpoint the Trainer resumes from nothing
         if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, FOLDER, "COMMIT")):
             raise CheckpointError(
                 f"{checkpoint} was written with an optimizer of offload, and the state of this one is not there: "

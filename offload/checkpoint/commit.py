@@ -288,10 +288,11 @@ class CommitJob:
         if self.cancelled.is_set():  # which the wait does not look at when nothing is missing
             raise CheckpointError(f"{self.folder.path} was not committed: the session broke")
         self._may_be_named = True
-        # The folder may hold this very checkpoint, if two sessions mirror it there. Named here, it would be released.
+        # The folder may hold, or have held, this very checkpoint, as when two sessions mirror it. If it were named
+        # here, `_delete_replaced_files` would delete its files.
         earlier_ids = [id for id in earlier_ids if id != manifest.id]
-        # `COMMIT` names at most `MAX_RELEASED` ids, so the most important come first: the replaced checkpoint's
-        # (the first of `earlier_ids`), and those of saves that were given up.
+        # `COMMIT` names at most `MAX_RELEASED` ids, so the most important come first: that of the checkpoint that was
+        # replaced last (the first of `earlier_ids`), and those of saves that were given up.
         replaced = (*earlier_ids[:1], *self.abandoned_ids, *earlier_ids[1:])
         self._mirrored_id = self.pause_mirroring()
         # For the other ranks, which must not release what is mirrored; one rank alone has no need of it.
@@ -365,7 +366,7 @@ class CommitJob:
                 if not missing_text:
                     break
                 self.awaited = f"{missing_text}, so that {self.folder.path} is a checkpoint"
-                if missing_text != last_missing_text:  # something has come
+                if missing_text != last_missing_text:  # something has come, or this is the first round
                     silence.end()
                 if gone:
                     raise CheckpointError(f"{self.folder.path} was not committed: {gone}; see what it has said last")
@@ -450,7 +451,7 @@ class CommitJob:
         """
         replaced_ids = read_commit(self.folder).replaced
         released_ids, _ = read_released(self.folder)
-        if released_ids:  # `COMMIT` names them, too
+        if released_ids:  # the new `COMMIT` names them, too, if the folder had none before (`released_before`)
             self.folder.delete(RELEASED_NAME)
         # Not those of other ids: another save to this folder may be under way.
         for name in self.folder.names():
@@ -597,8 +598,8 @@ def release_before_deletion(folder: str | os.PathLike[str], noted_in: str | os.P
         ConfigError: A folder has a name that none can have.
     """
     target, above = open_folder(folder), open_folder(noted_in)
-    # The caller may delete a link to the checkpoint's folder, which then stays: so nothing is released. `open_folder`
-    # resolves links, so below a link the resolved path differs from the one that was given.
+    # If `folder` is a link, the caller deletes the link, and the checkpoint's folder stays: nothing is released.
+    # `open_folder` resolves links, so below a link the resolved path differs from the one that was given.
     is_linked = os.path.relpath(folder, noted_in) != os.path.relpath(target.path, above.path)
     if is_linked or above.path not in folders_above(target.path) or target.read(COMMIT_NAME) is None:
         return False

@@ -139,7 +139,7 @@ def in_rows(opened: Checkpoint, name: str, tensor: str) -> Iterator[memoryview]:
     numel = opened.full_numel(name)
     shape_and_stride = opened.shape_of(name)
     if shape_and_stride is not None:
-        no_memory = torch.empty_strided(*shape_and_stride, dtype=torch.float32, device="meta")  # to ask torch only
+        no_memory = torch.empty_strided(*shape_and_stride, dtype=torch.float32, device="meta")  # only to ask torch
         if not no_memory.is_contiguous():
             whole = torch.empty(numel, dtype=torch.float32, device="cpu")
             opened.read([Range(name, tensor, 0, whole)])
@@ -317,7 +317,7 @@ class SafetensorsSource:
                     _, begin = self._entries[key]
                     is_never_negative = item.tensor in self._rules[item.name].roots
                     in_order = self._read_in_order(file, item, begin)  # None: the range is one run of the file
-                    file.seek(begin + item.start * _ITEM.itemsize)  # after that call, which moves the position
+                    file.seek(begin + item.start * _ITEM.itemsize)
                     for start in range(0, item.out.numel(), READ_NUMEL):
                         out = item.out[start : start + READ_NUMEL]
                         values = buffer[: out.numel()]
@@ -432,7 +432,7 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
     header, nbytes = _header(shapes, {})
     _make_file(scratch, header, nbytes, copy_of=path)
     if nbytes:  # else there is nothing to load
-        # `dcp.load` copies into tensors that it is given: here views of the mapped file, which it fills so.
+        # `dcp.load` fills the tensors that it is given. Here they are views of the mapped file.
         memory = np.memmap(scratch, np.uint8, mode="r+")
         state: dict[str, Any] = {}
         end = len(header)

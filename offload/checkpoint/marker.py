@@ -151,7 +151,8 @@ def _lock(opened: Folder) -> bool:
     It has none where there are no locks, or another process has locked the file.
     """
     path = Path(opened.path, LOCK)
-    # Saves by this process that failed have left their locks. A lock whose folder was deleted since is released.
+    # Saves by this process that failed have left their locks. A lock is released if its file is not at its path any
+    # more, as when the folder was deleted or renamed since.
     for name, lock in [*_locks.items()]:
         if not _is_at(lock, name):
             release_lock(_locks.pop(name))
@@ -322,7 +323,7 @@ def set_aside(above: str, names: re.Pattern[str], into: str | None = None) -> li
     with contextlib.suppress(OSError):  # `above` does not exist, or cannot be read
         for name in sorted(filter(names.fullmatch, os.listdir(above))):
             folder = os.path.join(above, name)
-            with contextlib.suppress(OSError):  # another process was first, or it is no folder
+            with contextlib.suppress(OSError):  # another process was first, it is no folder, or it may not be deleted
                 _delete_unbegun(folder)
             if mark_of(folder) is Mark.BEGUN and _has_saver_ended(folder):
                 new_name = _rename_aside(folder, os.path.join(into or above, SET_ASIDE + name))

@@ -376,7 +376,7 @@ class Mirror:
                 break
             except Exception as cause:
                 log.warning("%s was not mirrored: %s", task.source, cause)
-                # Not taken: rank 0 has not begun, so no rank waits for this one's part.
+                # If the task is not taken, rank 0 has not begun, as far as this rank knows, and waits for no part.
                 if task.is_taken and task.part is not None:
                     task.part.note_failure()
                 self._finish_task(task, cause)
@@ -429,7 +429,7 @@ class Mirror:
                 raise _Interrupted
             if silence.lasts_s > RANKS_S:  # the log's sentence begins with "... was not mirrored: "
                 raise CheckpointError("rank 0 has not begun to; see what it says")
-            # Newest first: if rank 0 has begun to mirror a newer checkpoint, it has skipped those before it.
+            # Newest first: if rank 0 has begun to mirror a newer checkpoint, it has skipped or given up those before.
             for queued in reversed(self._tasks):
                 if queued.part is not None and queued.part.has_begun():
                     queued.is_taken = True
@@ -821,7 +821,7 @@ class RankPartCopy:
                 self.keep()
                 return
             self.job.undo()
-        self.close()  # which deletes the sink, as `keep` was not called; earlier sessions' stores are deleted below
+        self.close()  # which deletes the sink, unless `commit` has called `keep`; other stores are deleted below
         with contextlib.suppress(OffloadError):
             for store, _ in self.progress.stores:
                 remove(judge(parse_place(part.folder.path).store(store)))

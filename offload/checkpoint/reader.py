@@ -281,8 +281,8 @@ class Checkpoint:
         self._closing = waits.BackgroundWork(self._close, "offload-close")
         try:
             self._opening.do(lambda: f"the stores of {self.path} to be opened")
-            # Opened stores are marked as being read, which keeps them. Before that the checkpoint may have been
-            # replaced or released, so its files are read once more.
+            # An opened store that has locks is marked as being read, which keeps it. Before that the checkpoint may
+            # have been replaced or released, so its files are read once more.
             if part is not None:
                 read_manifest(self._folder, *part)
             elif read_commit(self._folder).id != self.id:
@@ -615,7 +615,7 @@ class Checkpoint:
 
     def __del__(self) -> None:
         """Close the stores, which an interrupt may have left open before the caller could note this checkpoint."""
-        closing = getattr(self, "_closing", None)  # None if the constructor was interrupted before
+        closing = getattr(self, "_closing", None)  # None if the constructor raised before it was set
         if closing is not None:
             closing.start()
 

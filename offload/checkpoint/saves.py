@@ -218,10 +218,12 @@ class Saves:
         *,
         settle_s: float,
     ) -> None:
+        # The save under way, and the last one
         self.pending: PendingSave | None = None
         """The save that is under way."""
         self.last: PendingSave | None = None
         """The last save that has ended."""
+        # Identity: which training this is, and which checkpoints are its own
         self.last_folder: str | None = None
         """The folder of the checkpoint that was committed or loaded last."""
         self.run = uuid.uuid4().hex
@@ -230,16 +232,21 @@ class Saves:
         """Ids of this session's checkpoints that may be in each folder that it has loaded from or saved to."""
         self._loaded_id = ""
         """Id of the checkpoint that was loaded last; "" once a warning has said that it will be released."""
+        # Kept checkpoints, and which of them go first
         self.kept: list[KeptCheckpoint] = []
         """The checkpoints that are kept, oldest first."""
         self._read_checkpoints: list[KeptCheckpoint] = []
-        """Loaded checkpoints some of whose stores have no locks. A commit deletes those stores that nobody needs."""
+        """Loaded checkpoints, each with those of its stores alone that have no locks. A commit that is no copy
+        deletes this session's notes in these stores, and then the stores that no checkpoint and no other session
+        needs."""
         # Name of the files by which this session notes, in stores without locks, that it reads them.
         self._note_name = f"{READER_NAME}{uuid.uuid4().hex}.json"
         self._newer: list[KeptCheckpoint] = []
         """Checkpoints newer than the loaded one. Each is released when its folder is saved to again."""
         self._interrupted_numbers = set[int | None]()
-        """Numbers of saves to a framework's folders that will never be whole: they are released before others."""
+        """Numbers of saves to a framework's folders that will never be whole: their checkpoints are released before
+        others. None, which `KeptCheckpoint.save_number` may be, is never among them: it is for type checkers."""
+        # Resources: stores, memory, the mirror; and settings
         self.stores = [(parse_place(path).name, store) for path, store in stores]
         """Path and store by path number: the session's own, then foreign ones, which are only read."""
         self._path_count = len(stores)  # how many of `self.stores` are the session's own
@@ -257,9 +264,11 @@ class Saves:
         self.mirror = Mirror(config.mirror, paths, verify=config.checksum, io_backend=config.io_backend)
         self._buffers = (0, 0)
         """Address of the first copy buffer, and bytes of each."""
+        # Numbering, and expecting, the next save
         self._last_number = 0  # of the save that began last, or of a checkpoint that was taken over
         self._last_steps: tuple[int, ...] = ()
-        """The steps of the last two saves."""
+        """The steps of the last two saves: their distance tells `is_expected` when the next one comes."""
+        # In doubt, or waiting: a later commit, or the mirror, decides
         self.named_records: Mapping[TileId, TileRecord] = {}
         """Tiles of a checkpoint whose commit was under way when the session broke: their slots are not freed."""
         self._commit_error: BaseException | None = None  # of the last commit that failed
@@ -268,7 +277,8 @@ class Saves:
         self._awaiting_mirror: list[KeptCheckpoint] = []
         """Checkpoints to release once they are mirrored."""
         self._undecided_ids: list[str] = []
-        """Ids of saves begun since the last commit. On rank 0, nobody will commit any but the newest."""
+        """Ids of saves begun since the last commit, if there are several ranks. On rank 0, nobody will commit any but
+        the newest: the next `COMMIT` names the others as given up, which resolves other ranks' doubts about them."""
 
     def check_replaced(self, folder: Folder, commit: CommitRecord | None) -> None:
         """Refuse to replace a checkpoint of another session that may still train: rank 0 calls this before a save.
@@ -284,7 +294,7 @@ class Saves:
             CheckpointError: The checkpoint there is of another session that is alive, or has come there after this
                 session last saved or loaded there.
         """
-        # Nothing is there, or a checkpoint of this session's own, which may have been moved there.
+        # Nothing is there, or a checkpoint that this session has saved or loaded, and that may have been moved there.
         if commit is None or any(commit.id in own_ids for own_ids in self._ids_by_folder.values()):
             return
         if folder.path in self._ids_by_folder:
@@ -351,7 +361,7 @@ class Saves:
             self.mirror.offer_folder(whole, saved, self.run, is_first=rank == 0, is_new=is_new)
         except (CheckpointError, OSError) as cause:
             log.warning("%s is not mirrored: %s", folder, cause)
-            if is_new:  # else the folder was loaded, and no caller waits for its copy
+            if is_new:  # else the folder was loaded, not saved
                 self.mirror.note_error(CheckpointError(f"{folder} was not mirrored: {cause}"))
 
     def _request_of_part(self, whole: WholeFolder, rank: int) -> SaveRequest:
@@ -379,8 +389,13 @@ class Saves:
     def open(self, folder: Folder, request: SaveRequest, manifest: Manifest, *, needs_buffers: bool) -> PendingSave:
         """Make what a save needs (copy buffers, and for a copy a store in the folder), and make the save `pending`.
 
-        The save's step is noted for `is_expected`. On rank 0 the log warns of what is lost (`_warn_of_losses`). This
-        is on the engine thread, where no Ctrl-C can come between making a thing and noting it.
+        The save's step is noted: from the distance of the last two, `is_expected` tells when the next save comes. On
+        rank 0 the log warns of checkpoints that will be lost, as this save replaces or releases them once it is whole
+        (`_warn_of_losses`). This is on the engine thread, where no Ctrl-C can come between making a thing and noting
+        it.
+
+        If this fails, no save is pending. It may have allocated copy buffers, which the next save uses or replaces,
+        and have noted the save's number and step.
 
         Args:
             folder: The checkpoint's folder; it exists and can be written.
@@ -395,7 +410,7 @@ class Saves:
         is_empty = not manifest.layout.parameters
         is_copy = request.copy and not is_empty  # without tiles no store is needed
         if is_copy or needs_buffers:
-            plan = self._views.plan  # a newer one than the manifest's, if state was added meanwhile
+            plan = self._views.plan
             address, _ = self._memory.ensure_checkpoint_buffers(plan)
             self._buffers = address, plan.largest_tile_bytes  # until the save has ended
         self._last_number += 1
@@ -545,7 +560,7 @@ class Saves:
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
-            if pending.thread is None:  # else the commit has told the other ranks, unless it is in doubt
+            if pending.thread is None:  # else the commit's thread tells the other ranks, unless it is in doubt
                 tell_ranks = partial(note_failure, pending.folder, pending.request)
                 # Not here: the engine thread does not wait for the folder, which may be slow or hang.
                 threading.Thread(target=tell_ranks, name="offload-save-failed", daemon=True).start()
@@ -777,9 +792,9 @@ class Saves:
             job.run()
         except BaseException as cause:
             self._commit_error = cause
-            # A checkpoint that others may still commit is kept like one that was committed.
+            # A checkpoint in doubt is kept like one that was committed: it may have been, or may be later.
             code = 0 if job is not None and job.is_doubtful else -1
-            if code:  # else it is in doubt: other ranks must not give up what they may commit
+            if code:  # else it is in doubt: other ranks must not give up what may be committed
                 note_failure(pending.folder, pending.request)
         self._queue.post(commit.op, code)
 
@@ -1045,7 +1060,8 @@ class Saves:
             self.stores[number] = path, reopened.store
         takeover.records = records_in(manifest, numbers)
         self._mirror_loaded(checkpoint, rank, ranks)
-        # Not if others need the stores (None), nor if this session has saved the checkpoint, and so keeps it already.
+        # Not if the stores could not, or must not, be locked (None), nor if all of them were this session's own
+        # before.
         if locked is not None and not_own:
             self._keep_after_takeover(checkpoint, manifest, locked, takeover)
         return takeover
@@ -1113,7 +1129,7 @@ class Saves:
             self._last_number += 1
             records = dict(item for tiles in pinned for item in tiles.records.items())
             takeover.pinned_records[self._last_number] = records
-            first = pinned[0]  # the others are the same rank's tiles in other stores, by the same manifest
+            first = pinned[0]  # the others are the same rank's tiles in other stores
             stores = first.manifest.stores_elsewhere
             if id == checkpoint.id:  # it is kept last, below
                 loaded_number = self._last_number
@@ -1135,7 +1151,11 @@ class Saves:
             self._other_tiers.pop(number).close()
 
     def close(self) -> None:
-        """Close the stores beyond the session's own, and release locks; no save begins after this."""
+        """Close the stores beyond the session's own, delete its notes of reading, and release locks.
+
+        `take_over` has written the notes to stores without locks (`note_reading`); `drop_notes` deletes them. No save
+        begins after this, and no checkpoint is kept any more.
+        """
         for number in list(self._other_tiers):
             self._other_tiers.pop(number).close()
         for checkpoint in self._read_checkpoints:
@@ -1143,6 +1163,8 @@ class Saves:
         for checkpoint in self.kept:
             for _, _, lock in checkpoint.locks:
                 release_lock(lock)
+        # So that another call releases no lock again. It may delete notes again, which changes nothing: hence
+        # `_read_checkpoints` stays.
         self.kept.clear()
 
 

@@ -105,8 +105,8 @@ class Pin:
         """
         if not is_same(self.folder, folder):
             return False
-        # The folder's inode tells nothing if an older version did not note it, or if the store was copied or moved,
-        # as the folder may have gone with it.
+        # The folder's inode tells nothing if it was not noted (by an older version, or as it may change), or if the
+        # store was copied or moved, as the folder may have gone with it.
         if not self.folder_inode or not self.is_of(store):
             return True
         return lasting_inode(open_folder(folder)) in ("", self.folder_inode)

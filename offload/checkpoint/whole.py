@@ -278,7 +278,7 @@ class FolderCopy:
                     f"{self.target} is a folder of another run: give this run a mirror of its own, or delete it"
                 )
         this = Process.this()
-        copier = marker.process  # either may be None, where the kernel does not say
+        copier = marker.process  # `this` is None where the kernel does not say; `copier` also if nobody copies
         # A process on another machine is taken to have ended: nobody can tell.
         is_another = this and copier and copier != this and copier.machine == this.machine
         if copier and is_another and not copier.has_ended():

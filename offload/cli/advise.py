@@ -363,14 +363,14 @@ class Choices:
         chooses_gpu = "gpu_memory" in self.computed
         if chooses_gpu:  # host memory is chosen first, as if no state were at home on the GPU
             scenario = scenario.with_settings(gpu_memory=0)
-        # All state has to lie in memory. If a rank may take no host memory, or it is unknown how much (`host_room` is
-        # 0), the budget becomes 0 below.
+        # Without paths all state has to lie in memory. If a rank may take no host memory, or it is unknown how much
+        # (`host_room` is 0), the budget becomes 0 below.
         if chooses_host and host_room and not scenario.machine.rates.paths:
             scenario = scenario.with_settings(host_memory=_with_spare(scenario.state_bytes))
             chooses_host = False  # chosen for good
         if chooses_host:
             scenario = _with_largest_host_memory(scenario, host_room)
-        # Without tokens it is unknown what activations leave of the GPU.
+        # Without the model's shape, or without tokens, it is unknown what activations leave of the GPU.
         if chooses_gpu and gpu_memory and scenario.model.weights_on_gpu and scenario.forward_backward_bytes:
             budget = _largest_fitting_budget(scenario, "gpu_memory", gpu_room(gpu_memory))
             scenario = scenario.with_settings(gpu_memory=budget)
@@ -598,7 +598,7 @@ def _with_room_for_hiding(answer: Answer) -> Answer | None:
     for _ in range(MOST_LESSENED):
         lacking = _lacking_for_hiding(answer)
         if not lacking:
-            return ask(scenario)  # simulated; the answers before, by the closed form, only told the bytes
+            return ask(scenario)  # simulated; `answer`, by the closed form, has only told the bytes
         if scenario.host_memory < lacking:
             return None
         scenario = scenario.with_host_memory(_round_down(scenario.host_memory - lacking))
@@ -952,7 +952,7 @@ def _accelerate_command(scenario: Scenario) -> str:
 
 def _checkpointing_name() -> str:
     """Return transformers' word for recomputation: the installed version's; without one, the newest version's."""
-    with contextlib.suppress(PackageNotFoundError, ValueError):  # ValueError: its version begins otherwise than 5.24
+    with contextlib.suppress(PackageNotFoundError, ValueError):  # ValueError: its first two parts are no numbers
         major, minor = map(int, version("transformers").split(".")[:2])
         if (major, minor) < (5, 24):
             return "gradient_checkpointing"
@@ -1073,7 +1073,8 @@ def describe(settings: list[Setting], framework: str | None = None, without_exac
             "overlap backward, both: as long as few steps clip gradients (the Trainer's max_grad_norm is 1.0); with "
             "--clip, plans are for steps that all do"
         )
-    # What is assumed follows from the command's options and the machine: the best setting stands for all.
+    # Of the settings the best one stands for all: what is assumed hardly depends on them. But the line about
+    # activations is there only if the best one has its weights on a GPU.
     lines += _assumption_lines(settings[0].answer)
     for number, setting in enumerate(settings, start=1):
         lines += ["", f"{number}. {setting}", to_paste(setting, framework)]
@@ -1109,7 +1110,7 @@ def _faster_machines(answer: Answer) -> list[tuple[str, float]]:
     gpu_memory = machine.rates.gpu.memory_bytes or 1 << 60
     host_left = (host_memory - reserved_bytes(host_memory, machine.ranks)) // machine.ranks - answer.use.host_bytes
     worth_trying = max(1 << 30, int(MORE_HOST_SHARE * plan.state_bytes))
-    # Both are below 0 if nothing is left: `changes` then leaves them out.
+    # `changes` leaves out the memory of which nothing is left: 0 bytes, or less.
     more_host = min(worth_trying, host_left)
     more_gpu = min(MOST_GPU_BYTES_MORE, gpu_room(gpu_memory) - answer.use.gpu_bytes)
     now_s = answer.estimate.step_s

@@ -61,7 +61,7 @@ script writes it writes each time. Exit status: 0 the same, 1 something differs,
 """
 _MODEL = ["--params", "1M", "--seq", "32", "--batch", "2", "--subgroup-numel", "32k", "--quiet"]
 """Options of `offload train`, which runs where a file of settings is given instead of a script."""
-_MODEL_HOST_MEMORY = 3 << 20  # a quarter of that model's state
+_MODEL_HOST_MEMORY = 3 << 20  # about a quarter of that model's state
 _TAIL_CHARACTERS = 4000
 """Last characters of a failed script's output that are shown."""
 

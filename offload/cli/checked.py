@@ -4,6 +4,9 @@
 training. A "reference" run uses nothing of the engine but its arithmetic: state is in memory, no step is hidden, and
 hooks leave gradients alone. Beside it, torch's own optimizer gets the same gradients, for fp32 copies of the masters,
 clipped by torch's norm; it never touches the model.
+
+A step is *hidden* if part of it is done during forward or backward: it goes on after `step` has returned, or its
+updates begin before `step` is called.
 """
 
 from __future__ import annotations
@@ -239,9 +242,11 @@ class _Watch:
             with torch.enable_grad():
                 loss = closure()
             arguments, options = (optimizer, lambda: loss), {}
-        # Ends the step before, if it is hidden. Reading state instead would also end updates in backward.
+        # Waits for the step before, if it goes on in forward. Reading state would wait for it, too, but would also
+        # revoke the updates that backward has made for the coming step: the step would make them anew, and this run
+        # would never check them.
         optimizer.finish()
-        if step:  # new weights of the step before, which may have been hidden until now
+        if step:  # new weights of the step before, which may have gone on until now
             self._record(optimizer, step, "weight")
         self._record(optimizer, step + 1, "gradient")
         if self._request.reference and optimizer.torch_class is not None:

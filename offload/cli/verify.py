@@ -103,8 +103,8 @@ def _checkpoints_below(path: str) -> list[str]:
         mark, marker = mark_in(opened)
         is_listed = mark is Mark.BEGUN or COMMIT_NAME in files
         is_listed = is_listed or (mark is Mark.WHOLE and bool(find_changed(opened, marker)))
-        # Only the marker of a framework's folder names files. If the engine has files in it or below, which `OWN`
-        # matches by their names, the checkpoint there is listed in its place.
+        # A marker that names files is that of a framework's folder. If the engine has files in it or below, which
+        # `OWN` matches by their names, the checkpoint there is listed in its place, if it has a `COMMIT`.
         if marker.files and not is_listed:
             is_listed = not any(OWN.fullmatch(name) for _, _, below in os.walk(folder) for name in below)
         if is_listed:

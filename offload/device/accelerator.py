@@ -184,7 +184,7 @@ class AcceleratorDevice(Driver):
         self._reporters_lock = threading.Lock()
         self._closed = False
         with self.current():
-            self.base = self._read_clocks(self._streams[DeviceLane.PIECES])  # any lane would do: all are idle yet
+            self.base = self._read_clocks(self._streams[DeviceLane.PIECES])  # any lane would do: none has work yet
         self._reporters = {DeviceLane.D2H: _Reporter(self)}  # made now, as it also renews `base`
 
     def _make_streams(self) -> dict[DeviceLane, Any]:
@@ -288,7 +288,7 @@ class AcceleratorDevice(Driver):
     # Order
 
     def stream(self, lane: DeviceLane) -> Any:
-        """Return the stream of a lane; the device is current.
+        """Return the stream of a lane; the caller has made the device current.
 
         Raises:
             ConfigError: The lane is `CALLER`, and a CUDA graph is being captured from its stream; see `Device`.

@@ -95,7 +95,9 @@ class HostMemory:
             if arena is not None and arena.nbytes >= nbytes:
                 return arena.address, arena.nbytes
         if self.bounce is not None:
-            self.free_arena(self.bounce)  # first, so that both are never there at once
+            # First, so that both are never there at once. If the new one cannot be allocated, there is none.
+            old, self.bounce = self.bounce, None
+            self.free_arena(old)
         self.bounce = self.allocate_arena(nbytes)
         return self.bounce.address, nbytes
 
@@ -214,7 +216,8 @@ class HostMemory:
         address = self._homes.get(subgroup.index)
         if address is not None:
             arena = self._home_arena(address)
-            with contextlib.suppress(OffloadError):  # the park ends with `discard_pages`, which will raise it again
+            # Pages that cannot be discarded stay. `discard_pages`, at the end of a park, tries again, and raises.
+            with contextlib.suppress(OffloadError):
                 self._lanes.discard(arena, address - arena.address, subgroup.state_bytes)
 
     def touch_home(self, subgroup: int, offset: int, nbytes: int) -> None:

@@ -230,7 +230,7 @@ class GpuLanes(Lanes):
             self.memory.free(self._slots)
             self._slots = slots
         if buffers.nbytes:
-            self.wait()  # likewise
+            self.wait()  # copies to the GPU, too, are reported when they are enqueued: some may use the old buffers
             self.memory.free(self.pieces.replace_buffers(buffers))
         if weight_slots:
             self._weights_address = weight_slots

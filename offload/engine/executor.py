@@ -332,7 +332,10 @@ class LiveExecutor:
         self._seals.note_started(run, new_seal)
 
     def _start_on_gpu(self, operation: Transfer | AwaitPush | RunVisit) -> None:
-        """Enqueue a copy or an update on the GPU's lanes, which report to the queue when it has ended."""
+        """Enqueue a copy or an update on the GPU's lanes, which report it to the queue.
+
+        What host memory waits for is reported when it has ended, all else at once: see `offload.device.lanes`.
+        """
         lanes, due_s = self._lanes, self._due_s[operation.op]
         match operation:
             case RunVisit():

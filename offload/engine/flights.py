@@ -60,7 +60,7 @@ class Flights(Generic[T]):
                 yield from ended or ()
         except (OffloadError, GeneratorExit):  # all that is in `out` has been started: it will end, or stall
             raise
-        except BaseException:  # an interrupt, at any line: what is in `out` may not have been started, and never end
+        except BaseException:  # an interrupt, or a bug: what is in `out` may not have been started, and never end
             patience_s = waits.SETTLE_S
             raise
         finally:  # wait for the operations in flight, which use the caller's memory

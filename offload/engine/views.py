@@ -124,7 +124,7 @@ class StateViews:
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
         if not run.fresh and not self._tables.is_due(subgroup.index, due_parameters):
             return
-        # The kernel does both; as no parameter is active, it updates nothing.
+        # An update in which no parameter is active does both, and nothing else.
         idle_rows = self._tables.rows(groups=(), scale=1.0, clip=1.0, active=())
         table = self._tables.make_table(
             run, view.address, idle_rows, weights_address=view.weights_address, due_parameters=due_parameters

@@ -123,7 +123,8 @@ class Additions:
             item_bytes = int(ITEM_BYTES[dtype])
             done = 0  # elements of the gradient that have been assigned
             while done < numel:
-                # Both are multiples of `PIECE_ALIGNMENT`. So unless they are equal, there is room for some elements.
+                # The size of a buffer and of its full part are multiples of `PIECE_ALIGNMENT`. So unless they are
+                # equal, there is room for some elements.
                 if filled_bytes == self._buffer_bytes:
                     sending.append(self._next_filling(copies, rows))
                     copies, rows, filled_bytes = [], {}, 0
@@ -145,8 +146,8 @@ class Additions:
             return self.arena
         if self.arena is not None:
             self._wait_for_all()
-            # Lanes may still copy to these buffers without a filling's mark: gradients that were forgotten after an
-            # interrupt had come between their copies and the mark.
+            # A filling may have copies and no mark, if an interrupt ended `send` between the two. Nobody has waited
+            # for such copies, so wait for all of lane `LEAVING`.
             self._lanes.device.mark(DeviceLane.LEAVING, timed=False).wait()
             self._free_buffers()
         self._buffer_bytes = nbytes
@@ -240,7 +241,7 @@ class Additions:
         """Wait for a filling's copies, add its gradients, and free its buffer; keep an error for `finish`."""
         try:
             # Without a mark, `send` was interrupted, and the gradients are forgotten. After an error nothing more is
-            # added, as the step is going to fail.
+            # added: `finish` raises the error, unless all gradients are dropped (`wait_and_clear_error`).
             if filling.mark is not None and self._error is None:
                 filling.mark.wait()
                 for dtype, rows in filling.rows.items():

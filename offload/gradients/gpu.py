@@ -120,7 +120,8 @@ class _FetchOfVisit(NamedTuple):
 class Departure:
     """A `Mark` after the last work that reads a bucket's gradients; it exists before the bucket is sent.
 
-    Whoever needs the device's own mark, so that lanes can follow it, asks `on_lane`, which sends the bucket first.
+    Whoever needs the device's own mark, so that lanes can follow it, asks `on_lane`, which sends the bucket first. A
+    gradient that is added on the GPU alone has such a mark, too, without a bucket; see `_accumulate`.
     """
 
     def __init__(self, store: GpuGradients) -> None:
@@ -426,6 +427,10 @@ class GpuGradients(GradientStore):
         """Put a gradient into the bucket, to be copied to its slot or added there; send the bucket if it is full.
 
         A bucket has gradients of one stream only, as it is sent behind one mark on that stream.
+
+        Returns:
+            The bucket's departure, which all its gradients share: the mark after the last work that reads them. It is
+            there before the bucket is sent; the device's own mark (`lane_mark`) is set in it by `send_bucket`.
         """
         caller = self.lanes.device.caller()
         if self._bucket is not None and self._bucket.caller != caller:
@@ -760,8 +765,8 @@ class GpuGradients(GradientStore):
         device = self.lanes.device
         for _, gradient in self.in_transit:
             device.record_use(gradient)
-        # The caller's stream may use their memory again, but only after what is on lane `GRADIENTS` now, which comes
-        # after all else that reads them.
+        # The caller's stream may use their memory again, but only after what is on lane `GRADIENTS` now. That comes
+        # after all copies, sums and additions that were enqueued as these gradients arrived.
         mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         device.follow(DeviceLane.CALLER, mark)
         self._drop_bucket(mark)
@@ -774,7 +779,7 @@ class GpuGradients(GradientStore):
     def _drop_bucket(self, mark: Mark) -> None:
         """Drop the bucket unsent, if there is one; whoever has yet to wait for its departure waits for `mark`."""
         with self._lock:
-            if self._bucket is not None:  # no lane reads its gradients, so any mark will do
+            if self._bucket is not None:  # nobody needs its gradients any more, so any mark will do
                 self._bucket.departure.lane_mark = mark
                 self._bucket = None
 

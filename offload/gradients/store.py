@@ -184,7 +184,8 @@ class GradientStore:
         sizes = [self._slot_settings.bytes_of(self._parameters[number]) for number in positions]
         if not positions:
             return
-        # A forked child may look at `.grad`, so it inherits this memory, as it does torch's own.
+        # On the CPU `.grad` may lie in a slot, and a forked child may look at it: so it inherits slots there, as it
+        # does torch's own memory.
         arena = self._memory.allocate_arena(sum(sizes), inherit=True)
         self._arenas.append(SlotArena(arena, tuple(positions)))
         offset = 0

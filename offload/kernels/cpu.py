@@ -55,7 +55,7 @@ def prefetch_setting(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
     if len(numbers) not in (1, 2) or not all(0 <= number <= most for number in numbers):
         advice = f"give one number of bytes or two, such as 512 or 2048,512, each from 0 to {most}"
         raise ConfigError(PREFETCH_SETTING, setting, advice)
-    return numbers[0], numbers[-1]  # of one number both are that one
+    return numbers[0], numbers[-1]
 
 
 class StreamVariant(IntFlag):

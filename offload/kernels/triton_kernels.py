@@ -231,7 +231,7 @@ def in_planes(values, added):
     become infinite, nor for infinity. See `split_master` in `offload.kernels.reference.minifloat`.
     """
     bits = values.to(tl.uint32, bitcast=True)
-    # (`bits << 1` is the magnitude times two. By itself that would be made `abs.f32`, an instruction of its own.)
+    # (`bits << 1` is the magnitude times two. The magnitude itself would be made `abs.f32`, one more instruction.)
     rounded = (bits + tl.where(bits << 1 < 0xFEFFFE00, added, 0)) >> 8
     rounded = tl.where(values != values, 0x7FC000, rounded)
     stored = (rounded << 8).to(tl.float32, bitcast=True)
@@ -308,7 +308,7 @@ def encoded(values, random, inside, ROOT: tl.constexpr, BLOCK: tl.constexpr, FUL
     # The least normal number has exponent 127 + MANTISSA in an fp32, and 1 in a code.
     codes = ((z + added) >> CUT) - (127 + MANTISSA) * LEAST + tl.where(normal, LEAST, 0)
     codes = tl.minimum(codes, most)
-    if not ROOT:  # the sign in the highest bit of a code, which 0 has not
+    if not ROOT:  # the highest bit of a code is its sign; a code of 0 has none
         codes = tl.where(codes > 0, codes | (bits >> 24 & 0x80), 0)
     return codes, scales.to(tl.uint8)
 
@@ -573,7 +573,7 @@ def update_block(
             write_master(new_master, new_lower, p, nothing_added, inside, PLANES, FULL)
         if (flags & ZERO_STATE) != 0:
             write_zeros(first, second, scales, inside, there, STATES, STATE_FORMAT, BLOCK, FULL)
-    else:  # as above, master and state are taken as the flags say; but they are written once, after the update
+    else:  # the flags say the same as above; but master and state are written once, after the update
         gradient = pointers(tl.load(row + GRADIENT_ADDRESS), start, BLOCK, GRADIENT, ALIGNED)
         g = widen(read(gradient, inside, FULL), GRADIENT) * tl.load(scalars + GRAD_SCALE)
         p = read_master(master, lower, inside, PLANES, UPPER, FULL)

@@ -111,8 +111,8 @@ def tune_depth(
         # The best of the rounds: other work on the machine only ever slows one down.
         rates[depth] = max(rates.get(depth, 0.0), 2 * TILES * tile_bytes / max(seconds, 1e-9))
 
-    # Write all slots once, as first writes take longer: not timed. One slot first, then each time as many more as are
-    # filled, so that a slow path is noticed soon.
+    # Write all slots once, not timed: only written slots can be read, and first writes take longer. One slot first,
+    # then each time as many more as are filled, so that a slow path is noticed soon.
     filled = 0
     while filled < 2 * TILES:
         if has_used(0.25):  # the path is too slow: too little time would be left for depths

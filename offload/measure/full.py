@@ -100,8 +100,8 @@ def full_probe(
             stack.callback(states[form].close)
         counts = thread_counts(threads)
         kernels = {count: stack.enter_context(CpuUpdateKernel(queue, count)) for count in counts}
-        # The time of a run is short enough for the fewest rounds, and one that warms up, of all samples; a path has
-        # four of them (`PathProbe.samples`).
+        # The time of a run is short enough for the fewest rounds, and one that warms up, of all samples but a GPU's.
+        # A path has four samples (`PathProbe.samples`).
         expected_samples = len(states) * len(counts) + len(_VARIANTS) + 4 * len(paths)
         fewest_rounds, _ = FULL_ROUNDS
         run_s = min(LONGEST_RUN_S, seconds / (fewest_rounds + 1) / expected_samples)
@@ -120,7 +120,7 @@ def full_probe(
         link = gpus[0].lanes if gpus else NO_LANES
         nodes = probe_nodes(kernel, queue, memory_nodes(), numel * trial_bytes(EXACT_ADAMW), link)
         rates_of_trial = trial_rates(kernel, [probe.tier for probe in probes], queue, result.rates)
-    # Only the engine's costs are taken of these: paths' latencies were measured above, more exactly.
+    # Only the engine's costs are taken of these: paths' latencies were measured above.
     costs = {name: getattr(rates_of_trial, name) for name in ("reaction_s", "operation_s", "begin_s")}
     return dataclasses.replace(result, rates=dataclasses.replace(result.rates, nodes=nodes, **costs))
 

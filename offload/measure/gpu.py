@@ -238,6 +238,6 @@ class GpuProbe:
         while len(update_rates) < MOST_BESIDE and not any(ended.reached() for _, ended in marks.values()):
             update_rates.append(update())
         rates = self._finish_run(marks, suffix, self._run_s / 4, most=COPIES_BESIDE)
-        # The last run of the update is left out, unless it is the only one: the copies ended during it.
+        # The last run of the update is left out, unless it is the only one: copies may have ended during it.
         beside_rate = statistics.mean(update_rates[:-1] or update_rates)
         return rates | {"gpu/speed of cpu": beside_rate / alone_rate}

@@ -209,7 +209,7 @@ def probe_gpu(
         try:
             opened = GpuProbe(lanes, state, numel, LONGEST_S / QUICK_ROUNDS, update, copy_bytes=copy_bytes)
             break
-        except OffloadError:  # too little memory: what is free may be in pieces; so try half as much
+        except OffloadError:  # perhaps of too little memory, as what is free may be in pieces: try half as much
             if numel == SECTOR_NUMEL:
                 raise
             numel = max(numel // 2, SECTOR_NUMEL)
@@ -276,7 +276,7 @@ def _path_probe(
         ends: Frees such other memory.
     """
     address, staging_bytes = staging
-    # Without staging memory no state is streamed: the path is for resident state that is parked.
+    # Without staging memory no state is streamed: the path is for other uses, such as checkpoints and parked state.
     memory_bytes = staging_bytes or min(SPARE_BYTES, 2 * PROBE_TILES * plan.largest_tile_bytes)
     tile_bytes = memory_bytes // (2 * PROBE_TILES) // SECTOR_BYTES * SECTOR_BYTES
     slots = replace(slots, tile_bytes=min(MAX_TILE_BYTES, max(tile_bytes, SECTOR_BYTES)))

@@ -242,7 +242,7 @@ def _with_threads(known: Mapping[int, float], threads: int | None) -> float:
 
     It is interpolated between known numbers. None is for the greatest known number.
     """
-    last_count, last_rate = 0, 0.0  # no thread does nothing: below the least number the rate is proportional
+    last_count, last_rate = 0, 0.0  # 0 threads have rate 0: below the least number the rate is proportional
     for count, rate in sorted(known.items()):
         if threads is not None and count >= threads:
             return last_rate + (rate - last_rate) * (threads - last_count) / (count - last_count)

@@ -115,7 +115,7 @@ def medians_of(
                 if number > 0:  # not of the round that warms up
                     series.append(value)
         number += 1
-        # The first round is shorter or longer than the others, so `rounds` is estimated again after each one.
+        # Rounds may take different times, so `rounds` is estimated again after each one.
         left_s = seconds - (time.monotonic() - started_s)
         each_s = (time.monotonic() - started_s) / number
         rounds = max(least, min(most, number - 1 + int(max(left_s, 0.0) / each_s)))

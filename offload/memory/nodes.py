@@ -51,7 +51,7 @@ def memory_nodes() -> list[int]:
         allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", STATUS.read_text(), re.MULTILINE)
         if allowed is not None:
             numbers = sorted(touching.numbers_in(allowed[1]))
-            return [number for number in numbers if _meminfo(number).get("MemTotal")]  # others have CPUs alone
+            return [number for number in numbers if _meminfo(number).get("MemTotal")]  # others have no memory
     return []
 
 

@@ -223,7 +223,8 @@ class ActivationsOnPaths:
         if is_in_transform or is_in_backward:
             return False
         storage = tensor.untyped_storage()
-        # A parameter is no plain tensor, so it was refused above; a view of one is plain, whosever parameter it is.
+        # A parameter itself was refused above, as its class is `Parameter`. A view of one is a plain tensor; its base
+        # tells, also for a parameter of another model.
         is_of_weight = storage._cdata in self._weights or isinstance(tensor._base, torch.nn.Parameter)
         if storage.nbytes() < self._least_bytes or is_of_weight:
             return False

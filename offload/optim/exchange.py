@@ -129,7 +129,7 @@ class Exchange:
                     # The step may also have failed in an update that this bucket did not wait for.
                     has_failed |= self._error is not None or engine.broken is not None
                     bucket.gather(self._mesh)
-                    # A failed rank sends old weights: then those on a rank that has not failed are of two steps.
+                    # A failed rank may send old weights: then those on a rank that has not failed are of two steps.
                     failures = all_gather(torch.tensor([has_failed], dtype=torch.bool, device="cpu"), self._mesh)
                     self._has_mixed_weights |= bool(failures.any()) and not has_failed
                     if copies is not None:

@@ -70,7 +70,7 @@ class StepFigures:
             iteration = (forward_s, backward_s, self._iteration_s(forward_s, backward_s))
         figures = self._engine.metrics()
         parked = None
-        # The engine is parked a moment before it has figures of that.
+        # The engine may be parked without figures of that: for a moment, or if an error ended its first park.
         if self._engine.is_parked and metrics.GIVEN_BACK_BYTES in figures:
             parked = int(figures[metrics.GIVEN_BACK_BYTES]), figures[metrics.PREDICTED_BACK_S]
         plan = self._engine.plan

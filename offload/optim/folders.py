@@ -27,7 +27,7 @@ def checkpoint_folder(optimizer: Any, folder: str) -> Iterator[None]:
     """
     folder = directory_of(folder)
     begin_folder(folder)
-    meeting = Meeting(folder)  # made here, before a rank can fail in the block: that is a collective
+    meeting = Meeting(folder)  # a collective, so made before a rank can fail in the block
     with optimizer.engine.checkpoints.keeping_all():  # the folder before stays whole until this one is
         try:
             yield

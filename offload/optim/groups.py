@@ -187,7 +187,7 @@ def is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
     is_number = not isinstance(value, tuple | list) and not math.isnan(number(value))  # `number` is NaN for others
     if is_number:  # one of any other class, say a Fraction, is not plain: `_to_plain` cannot convert it
         return isinstance(value, torch.Tensor | np.ndarray | np.number)
-    # A mapping or bytes is no sequence here, though it has a length and an index.
+    # Mappings and bytes are no sequences here, though they have a length and can be indexed.
     elements = None if isinstance(value, Mapping | bytes) else items(value)
     return depth > 0 and elements is not None and all(is_plain(element, depth - 1) for element in elements)
 

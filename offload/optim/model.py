@@ -267,7 +267,8 @@ class SavedRest:
         here = {name: _form(name, _local(tensor.detach())) for name, tensor in rest.tensors.items()}
         saved = {name: _form(name, value) for name, value in copied.items() if isinstance(value, torch.Tensor)}
         saved |= {name: (name, dtype, shape) for name, dtype, shape in self.frozen}
-        # `here` and `saved` have the forms of tensors; modules' extra state is only in `copied` and `rest.copied`.
+        # `here` has the forms of parameters and buffers. `saved` has those of all tensors, also where a
+        # module's extra state is one. All other extra state is only in `copied` and `rest.copied`.
         missing_here = [name for name in (*copied, *saved) if name not in rest.copied and name not in here]
         not_saved = [name for name in (*rest.copied, *here) if name not in copied and name not in saved]
         if missing_here or not_saved:

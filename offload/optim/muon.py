@@ -202,7 +202,7 @@ class Muon(OffloadedOptimizer):
         self._given_config.check_dealt()
         overlap = self._holder.config.overlap
         combinations.DEALT_FORWARD.check("overlap", overlap)
-        if self._overlap.models:  # `overlap_forward` has hooked a model, which other settings allow
+        if self._overlap.models:  # `overlap_forward` hooks a model with any `overlap`
             combinations.DEALT_FORWARD.refuse("overlap", overlap)
         return shards.dealing_mesh(parameter.device_mesh, name)
 

@@ -185,8 +185,8 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         Called after each step with `overlap="auto"`. Where it chooses, it is a collective.
         """
         device = self._weights.required_device or torch.device("cpu")
-        # Updates in backward need images of the weights in host memory. Weights in a file are there because memory is
-        # too small for them, so it is too small for the images, too.
+        # Updates in backward keep images of new weights in host memory. Weights lie in a file where memory may be too
+        # small for them, so it may be too small for the images, too.
         in_backward = self._route.allows_updates_in_backward and not self._weights.are_in_file
         in_forward = bool(self._overlap.models)
         self._auto.after_step(self.engine, self._weights.groups, device, forward=in_forward, backward=in_backward)
@@ -434,8 +434,8 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         """
         with self._lock:
             self._holder.open_after_backward()
-            # torch's scaler halves the scale at every overflow, down to 0. No step can divide by that, so it counts
-            # as an overflow: the step is skipped.
+            # torch's scaler lowers the scale at every overflow, at last to 0. No step can divide by that, so it
+            # counts as an overflow: the step is skipped.
             if not scale:
                 return False
             are_finite = math.isfinite(self._bind_and_sum_squares())
@@ -573,7 +573,9 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
                 self._route.drop_departed()
                 self._overlap.wait_for(at_once)  # those included that `clear_grads` has added
             else:  # the step has not begun
-                self._overlap.finish()  # copies weights back from hidden copies, if a model checks its waits
+                # `finish` waits for the exchange, if there is one, and copies weights back from hidden copies, if a
+                # model checks its waits.
+                self._overlap.finish()
 
     def _finish(self) -> None:
         """Wait until the last step is over, and report it unless it has failed; see `OptimizerParts`."""
@@ -633,7 +635,8 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
           gradients have been copied to the host; backward does not wait for that. Any other model of FSDP2 needs no
           call.
 
-        In one process, and where gradients leave `.grad` in backward, no hook is needed, and a call does nothing.
+        Where gradients leave `.grad` in backward no hook is needed, and a call does nothing. In one process it hooks
+        models of the second kind alone.
 
         Args:
             model: The DistributedDataParallel, or the module that FSDP2 shards, or one with modules that it shards.
@@ -648,9 +651,12 @@ class OffloadedOptimizer(StepFigures, StatefulOptimizer):
         if set(self._parameters()).isdisjoint(model.parameters()):
             raise ConfigError("model", type(model).__name__, "give a model that this optimizer updates parameters of")
         route = self._route
+        # Before the number of processes counts, as FSDP2 copies gradients to the host in one process, too. True for
+        # each model that FSDP2 shards, also if no group was hooked: none copies gradients, or all that do had hooks.
         if isinstance(route, StepRoute) and comm_hook is None and route.hook_copied_groups(model):
             return  # FSDP2's groups, not DDP's buckets, tell when gradients are final
         world_size, _ = ranks.world()
+        # No `StepRoute`: gradients leave `.grad` in backward or, in one process, arrive in slots (`SlotRoute`).
         if not isinstance(route, StepRoute) or world_size == 1:
             if comm_hook is None:
                 return  # no hook is needed

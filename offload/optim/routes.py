@@ -682,7 +682,7 @@ class SlotRoute(Route):
         gradients = self._engine.gradients
         if _lies_as(gradient, bound.parameter):  # the engine copies memory to memory, in one pass with the norm
             gradients.arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-        else:  # torch has to change the order of elements
+        else:  # torch has to change the order of elements, or their signs in a negated view
             gradients.take_memory()  # the slot's memory may have been given back while parked
             in_slot.copy_(gradient)
             gradients.arrived(bound.position, bound.slot.address, DTYPE_CODES[bound.slot.dtype])

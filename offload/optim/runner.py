@@ -467,7 +467,7 @@ class ClassRunner:
         if not smallest or (number, *smallest) in self._tried_forms:  # nothing is updated, or this was tried before
             return
         first_kind, *_ = smallest
-        # Two more parameters of the first kind.
+        # Up to two more parameters of the first kind.
         others = [named for named in parameters if named[0] != smallest[first_kind][0]]
         more = [named for named in others if first_kind in self._smallest_by_kind([named])][:2]
         # If there are not two, the first one takes their place; unless the user has named the group's parameters, as

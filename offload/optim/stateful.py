@@ -93,7 +93,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _check_values(self, rule: UpdateRule, values: Any) -> None:
         """Refuse hyperparameters that a rule, or the format that its state is stored in, cannot use."""
-        # Made for its checks alone: the scalars of an update, which raises `ConfigError` for such values.
+        # For its checks alone: `row` raises `ConfigError` for such values. The scalars that it returns are not used.
         self._holder.config.state_of(rule).row(step=1, values=values, grad_scale=1.0)
 
     def _check_saved_group(self, group: Group) -> None:
@@ -307,6 +307,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         if not any(isinstance(key, str) and key in parameters for key in state):
             return
+        # The log names a parameter as this optimizer's groups do: by the user's name, or its place in `param_groups`.
+        # Its key is what the dict calls it, which need not say which parameter of this optimizer it is.
         own_names = {parameter: name for parameter, name, _ in names(self.param_groups)}
         left_out = [own_names[p] for key, p in parameters.items() if not p.requires_grad and key not in state]
         if left_out:
@@ -483,7 +485,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             world_size, rank = ranks.world()
             saved_ranks = len(checkpoint.manifests)
             rank = rank if rank < saved_ranks else 0  # a rank beyond those that saved takes the first one's
-            # Of names, if ranks have saved weights of their own under the same names (see `ranks.agree_on_save`).
+            # What saved names begin with, if ranks have saved weights of their own (see `ranks.agree_on_save`).
             prefix = str(checkpoint.manifests[rank].metadata.get("prefix") or "")
             if prefix and saved_ranks != world_size:
                 raise CheckpointError(

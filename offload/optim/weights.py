@@ -277,7 +277,7 @@ class Weights:
             self._holder.check_open()  # a closed rank must not begin: others would wait, or mistake the exchange
         for dealt in self.dealt.values():
             changed = [weight.parameter for weight in dealt.refresh(gradients) if weight.is_own]
-            # One that is not bound has no master yet: its addition was interrupted.
+            # If one is not bound, its addition was interrupted after it had been dealt.
             bounds = [self.bound[parameter] for parameter in changed if parameter in self.bound]
             self._note_changes([bound.name for bound in bounds if self._reload_master(bound)])
 
@@ -446,7 +446,7 @@ def _differs_from_rounded(bound: BoundParameter, master: torch.Tensor) -> bool:
     if dtype is torch.float32:
         return False
     flat = weight.as_strided((numel,), (1,))  # in the order of memory, as the master
-    # Host buffers for one piece at a time: the weight may lie on a device, and a copy of all of it may not fit.
+    # Host buffers for one piece at a time: the weight may lie on a device, and all of it is never copied at once.
     values = torch.empty(min(PIECE_NUMEL, numel), dtype=torch.float32, device="cpu")
     weights_here = torch.empty(values.numel(), dtype=dtype, device="cpu")
     rounded = torch.empty(values.numel(), dtype=dtype, device="cpu")

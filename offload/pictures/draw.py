@@ -325,7 +325,7 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # attaches itself to the figure, and draws it when it is saved
+    FigureCanvasAgg(figure)  # attaches itself to the figure, whose `savefig` uses it
     return figure, _axes(figure)
 
 

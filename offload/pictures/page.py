@@ -10,7 +10,8 @@ _STYLE = (
     "table{border-collapse:collapse}td,th{padding:.2em .8em;border-bottom:1px solid #ddd;text-align:left}"
     "td+td,th+th{text-align:right}pre{background:#f6f6f6;padding:1em;overflow-x:auto}svg{max-width:100%;height:auto}"
 )
-# A Content-Security-Policy, by which a browser loads and runs nothing, whatever stands in a page.
+# A Content-Security-Policy, by which a browser loads nothing from elsewhere and runs no script, whatever stands in a
+# page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 

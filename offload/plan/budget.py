@@ -579,7 +579,7 @@ class Plan:
     @property
     def moving_activations(self) -> int:
         """Most activation tiles that are read ahead at once, and written early: state waits for no more on a path."""
-        # A quarter of the buffers each way at most, so that half of them stay (`staying_activations`).
+        # A quarter of the buffers each way at most, so that at least half of them stay (`staying_activations`).
         return min(self.activation_buffers // 4, MOVING_ACTIVATIONS * len(self.budgets.paths))
 
     @property
@@ -674,7 +674,7 @@ class Plan:
     @cached_property
     def has_room_for_checkpoints(self) -> bool:
         """Whether the paths have room for `checkpoint_bytes` beside the state."""
-        # No checkpoint needs no room, although `_spare_bytes` may be < 0.
+        # Where checkpoints take no bytes there is room for them, even if `_spare_bytes` is < 0.
         return not self.checkpoint_bytes or self.checkpoint_bytes <= self._spare_bytes
 
     @property

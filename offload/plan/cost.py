@@ -219,7 +219,7 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     }
     traffic = {lane: LaneWork(lanes[lane].nbytes * cost, lanes[lane].busy_s) for lane, cost in memory_costs.items()}
     # `_lane_work` leaves out the last copies from the GPU, which go on behind the step. While the CPU still works,
-    # they are not behind it: they take memory bandwidth from the CPU like all others. (Without a GPU both are 0.)
+    # they are not behind it: they take memory bandwidth from the CPU like all others. (Without a GPU there are none.)
     outward = mix.copied_bytes + mix.fetched_gradient_bytes
     traffic["d2h"] = LaneWork(outward * rates.gpu.memory_cost, outward / rates.gpu.d2h_bytes_per_s)
     step_s = _slowed_step_s(mix, shares, rates, lanes, _traffic_by_direction(traffic))

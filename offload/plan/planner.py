@@ -100,7 +100,8 @@ def extend_plan(before: Plan, layout: Layout, budgets: Budgets, rates: Rates, pl
     Subgroups of `before` keep their homes and placements. The placements must stay, since memory for gradients was
     given out by them.
     """
-    chosen_plan = choose_plan(layout, budgets, rates, placement, kept=before)  # may place subgroups of `before` anew
+    # This plan may have other placements for the subgroups of `before`.
+    chosen_plan = choose_plan(layout, budgets, rates, placement, kept=before)
     placements = (*before.placements, *chosen_plan.placements[len(before.placements) :])
     gpu_slots = max(GPU_STAGING_SLOTS, before.gpu_slots, chosen_plan.gpu_slots)
     return make_plan(layout, budgets, kept=before, placements=placements, gpu_slots=gpu_slots)
@@ -129,7 +130,7 @@ def _choose_node_bytes(
     nodes = budgets.nodes
     has_choice = len(nodes) > 1 and bool(budgets.paths or budgets.gpu_staging_bytes)
     if not has_choice or placement not in ("auto", "cpu", 0):
-        return nodes  # there is one node, or no other place for state, or the placement is fixed
+        return nodes  # one node at most, or no other place to keep or update state, or a fixed placement
     mean = _MeanSubgroups(layout, budgets, rates, searches_gpu=placement == "auto")
     if not mean.count:
         return nodes  # all state is at home on the GPU
@@ -215,7 +216,7 @@ def _plan_with_node_bytes(
         placements, mix = _cheapest_placements(plan, on_cpu, rates)
     elif placement != "cpu":
         placements = _placements_of(plan, placement)
-        # A mix with as many slots on the GPU as fit; next, the fewest that suffice are chosen.
+        # A mix with as many slots on the GPU as there may be; `_fewest_gpu_slots` chooses how many suffice.
         mix = mix_of(make(placements=placements, gpu_slots=budgets.most_gpu_slots))
     gpu_slots = _fewest_gpu_slots(mix, plan.path_shares(rates), rates)
     slots = plan.staging_slots
@@ -448,7 +449,7 @@ def _descend(
         cost_s: Seconds of a step with some counts.
     """
     kinds = range(len(most))
-    # Each move has the signs of its changes, by kind. The first one, {}, stays: `min` prefers the first of equals.
+    # Each move has the signs of its changes, by kind. The first, {}, changes nothing: `min` prefers it to equals.
     moves = [{}, *({kind: sign} for kind in kinds for sign in (-1, 1))]
     moves += [{a: sign, b: -sign} for a, b in itertools.combinations(kinds, 2) for sign in (1, -1)]
     step = max(most) // shares // 2 + 1

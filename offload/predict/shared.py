@@ -146,7 +146,7 @@ class SharedPath(Generic[T]):
     def give(self, verb: str, transfer: Flow[T], now_s: float) -> None:
         """Add a transfer to a direction, "read" or "write". All changes before `now_s` must have been made."""
         lane = self._lanes[verb]
-        # It has to wait for others, and no time passes: so nothing changes yet.
+        # If the transfer has to wait for others, and no time passes, nothing changes yet.
         waits = now_s <= self._at_s and (lane.queue or len(lane.served) >= lane.at_once)
         self._go_on(now_s)
         lane.queue.append(transfer)

@@ -83,7 +83,8 @@ class TimingExecutor(VirtualLanes):
             path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_half_duplex
         )
         self._queues_updates = rates.cpu_speed(most_demand) < 1 or plan.fetches_gradients
-        self._updates: deque[tuple[RunVisit, float]] = deque()  # each with the time when it may begin
+        # A queue whose first update is the one under way; each with the time when it may begin.
+        self._updates: deque[tuple[RunVisit, float]] = deque()
         self._update_left_s = 0.0  # work left of the first one, in seconds at the CPU's own speed
         self._update_from_s = 0.0  # when the first one may begin, if it need not wait for gradients
         self._demand = 0.0  # memory traffic of the other lanes now, in bytes a second
@@ -452,19 +453,22 @@ class TimingExecutor(VirtualLanes):
         Returns:
             The end of the CPU's update under way, if that comes first; else None.
         """
-        # Whichever is due first goes on: the update, the GPU's next work, a shared path, or the report.
+        # Whichever is due first goes on: the update, a change, or the report. A change is the begin of the GPU's next
+        # work, or the begin or end of a transfer on a shared path. A path's `changes_s` is when its next one is due.
         while True:
             begins_s, _ = self.streams.next()
             reported_s = self._heap[0][0] if self._heap else math.inf
             path = min(self._shared, key=lambda path: path.changes_s, default=None)
             changes_s = min(begins_s, path.changes_s) if path is not None else begins_s
-            if self._updates:
+            if self._updates:  # the first one is under way
                 ended_s = self._work_until(min(changes_s, reported_s))
                 if ended_s is not None:
                     return ended_s
+            # A change comes before a report of the same time: it may add reports, and `wait` returns those of one
+            # moment together.
             if changes_s > reported_s or changes_s == math.inf:
                 return None
-            self.now_s = max(self.now_s, changes_s)
+            self.now_s = max(self.now_s, changes_s)  # the clock never goes back, even if the change were overdue
             if path is None or begins_s <= path.changes_s:
                 self._begin_work()
             else:

@@ -201,7 +201,8 @@ def _segment_dtype(is_packed: bool, state: tuple[str, ...], scalars: Any) -> np.
     The rule itself is no argument, as the cache keeps arguments alive for good. A `ClassRule` refers to its runner,
     and so to a wrapped optimizer and to attributes of its parameters.
     """
-    # Each field's dtype and offset in a row; at the end they are put in the order of their offsets again.
+    # Each field's dtype and offset in a row; at the end they are put in the order of their offsets again. (`or {}` is
+    # for type checkers: a dtype without fields has None. After the offset numpy may give a title, which is left out.)
     fields = {name: (dtype, offset) for name, (dtype, offset, *_) in (SEGMENT_DTYPE.fields or {}).items()}
     _, state_offset = fields.pop("state")
     _, scalars_offset = fields.pop("scalars")

@@ -188,7 +188,7 @@ class TileIndex:
         """
         slot_bytes = nbytes + SECTOR_BYTES
         unmade_to_keep = self._unmade_to_keep(nbytes)
-        # How many slots may be made within what is planned and reserved; without the part of loans, if it is no loan.
+        # How many slots may be made within what is planned and reserved. Loans' part is for claims with `lent` only.
         unmade = self._unmade.get(nbytes, 0) if lent else unmade_to_keep
         may_reuse = unmade_to_keep < 0 or not lent  # < 0: more slots are made than steps and checkpoints need
         # A store grows beyond the plan only if its credit exceeds that of stores with a free slot by so much.
@@ -244,8 +244,8 @@ class TileIndex:
                 self._unmade[nbytes] -= len(offsets)
                 if offsets:
                     store.needed_end = store.end
-                # `claim` takes from the end: first slots that have been in use, whose room is there; then new ones,
-                # the lowest offset first.
+                # `claim` takes from the end: first the slots that were free before; then new ones, the lowest offset
+                # first.
                 store.free[nbytes] = [*sorted(offsets, reverse=True), *store.free.get(nbytes, ())]
 
     def _made_slots(self, nbytes: int, missing: int) -> list[tuple[_Store, list[int]]]:
@@ -330,7 +330,7 @@ class TileIndex:
         """Free the slot of a tile, which is in memory again, and give back the room that was reserved for it."""
         record = self._records.pop(tile)
         self._end_live(record.location)
-        # Without `lent`: the claim of the slot has counted the loan off already.
+        # Without `lent`: the loan was counted off when the slot was claimed, or when a held slot took its place.
         self._change_unmade({record.location.nbytes: 1}, -1)
 
     def free_discarded(self, tile: TileId) -> None:

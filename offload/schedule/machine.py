@@ -345,7 +345,7 @@ class Machine:
         if self.finished_sweep is not None:  # its caller has not been told that it ended: it fails now
             self.failed = True
         elif self.has_no_sweep:
-            # The last sweep ended well, so what it changed must not be reported as half updated.
+            # No sweep fails here, so what the last one changed must not be reported as half updated.
             self.changed_subgroups = []
         self._break(error)
 
@@ -501,7 +501,7 @@ class Machine:
             confirmed = ()
         else:
             self._end_open_sweep(confirmed)
-        if rest is not None:  # begun by a broken machine, too: `_end_sweep_if_due` then ends it as failed
+        if rest is not None:  # begun by a broken machine, too: `_end_sweep_if_due` ends it, failed if it has visits
             self._begin_sweep(rest, confirmed)
 
     def _end_open_sweep(self, confirmed: Collection[int]) -> None:
@@ -818,7 +818,7 @@ class Machine:
 
         It is revoked if a write has failed, or if it was revoked while it was being written.
         """
-        self.index.unreserve(flush.reserved, lent=True)  # empty unless it was revoked meanwhile
+        self.index.unreserve(flush.reserved, lent=True)  # empty if its sweep is still open
         self.staging.set_phase(subgroup, Phase.READY)
         if flush.error is None and subgroup in self.speculative_versions:
             self.speculative_versions[subgroup] = flush.records
@@ -1033,7 +1033,7 @@ class Machine:
         if self.broken is not None:
             return
         if self.is_open:
-            # It still lists the step before, which did not fail: what that one changed is not half updated.
+            # The list is still that of the sweep before, which has ended: what that changed is not half updated.
             self.changed_subgroups = []
         self._listener.say_broken(error)
         self.broken = error
@@ -1111,7 +1111,7 @@ class Machine:
 
         A subgroup whose visit is still to come is left out: the visit uses the state in its slot.
         """
-        # Flushes under way that will free a slot.
+        # Flushes under way of subgroups without a visit to come: afterwards their staging slots can be given away.
         flushing = sum(self._subgroups[number].visit is None for number in self._flushes)
         for number in list(self.staging.dirty):
             if flushing >= slots_needed or self.broken is not None:
@@ -1161,13 +1161,17 @@ class Machine:
         slot = self._subgroups[subgroup].slot
         self.staging.set_phase(subgroup, Phase.FLUSHING)
         self.staging.dirty.pop(subgroup, None)
-        # For type checkers: only state that has been changed is flushed, and with `speculative` there is a sweep.
+        # The live version. `or 0` is for type checkers: it is None for fresh state alone, and only state that has
+        # been changed is flushed.
         version = self._subgroups[subgroup].version or 0
+        # A sweep's `step` is the version that its changes get. The subgroup's own `version` stays the live one until
+        # the seal. `and self._sweep` is for type checkers: with `speculative` there is a sweep.
         if speculative and self._sweep:
             version = self._sweep.step
         self._flushes[subgroup] = _Flush(len(tiles), version, for_save=for_save, speculative=speculative)
         for position, (tile, offset, nbytes) in enumerate(tiles):
             if not self._claim_and_write(tile, slot, offset, nbytes):
+                # `_Flush` counts all tiles as unwritten, and no write of the later ones will report back.
                 self._fail_flush_without_room(tile, later_tiles=len(tiles) - position - 1)
                 return
 

@@ -316,7 +316,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class BeginSave:
-    """Event: start a save; between sweeps, with no subgroup fresh and no save under way."""
+    """Event: start a save; between sweeps, with no save under way, and no subgroup fresh unless the save is empty."""
 
     save: Save
 

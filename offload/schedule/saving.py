@@ -348,7 +348,7 @@ class Saver:
             self._index.abandon_unwritable(location, is_full=isinstance(error, TierFullError))
         if self.count_failed_write(failed, error) is None:  # it must not be tried again
             return False
-        new_location = self._claim(save, location.nbytes)  # on none of the paths to avoid, which are noted by now
+        new_location = self._claim(save, location.nbytes)  # on no avoided path; with a sink, further on in the sink
         if new_location is None:
             return False
         record = TileRecord(new_location, failed.record.step)

@@ -122,7 +122,7 @@ class Scratch:
         self._first_owner = 0  # the owner whose fill began this round
         self._last_round_length = 0  # in owners: from the first to the highest one that the round before filled
         self._round_length = 0  # likewise, in this round so far
-        # The next owner to be read before anybody asks; None while some are filled:
+        # The next owner to be read before anybody asks; None from each fill until the next request to read:
         self._next_to_read_ahead: int | None = None
         self._avoided_paths: set[int] = set()  # where writes have failed in this round
         self.is_full = False
@@ -135,7 +135,7 @@ class Scratch:
         self._plan = plan
         self._buffers = plan.scratch[self._kind]
         self._is_due = True
-        added = self._buffers.count - len(self._owners)  # < 0 if buffers are taken away, which must be free then
+        added = self._buffers.count - len(self._owners)  # < 0 if buffers are taken away: then all must be free
         invariant(added >= 0 or not self._in_buffers(), f"a plan takes buffers of {self._kind} away")
         self._owners = self._owners[: self._buffers.count] + [None] * added
 
@@ -226,7 +226,7 @@ class Scratch:
         entry.order = self._fill_count
         entry.is_filling = True
         self._filling[owner] = None
-        self._do_not_write(owner)  # where it may wait since an earlier fill
+        self._do_not_write(owner)  # it may be queued to be written since an earlier fill
         self._round_length = max(self._round_length, owner - self._first_owner + 1)
         self._next_to_read_ahead = None
 
@@ -357,7 +357,7 @@ class Scratch:
         """Count off a transfer that ended; return its owner and the owner's entry."""
         self._moving[type(operation)] -= 1
         self._is_due = True
-        buffer = known(operation.slot, "a tile without a buffer")  # of scratch, `slot` is that
+        buffer = known(operation.slot, "a tile without a buffer")  # in scratch's operations `slot` is the buffer
         owner = known(self._owners[buffer], "a buffer of nobody")
         return owner, self._entries[owner]
 

@@ -467,7 +467,8 @@ class Engine:
         """
         self._thread.finish_pending()
         if on_gpu:
-            # The caller's stream has been ordered after the new weights: here, or by the step's own request.
+            # Whoever waits for a step has its stream ordered after the new weights: by `finish_pending`, or by the
+            # step's own request.
             self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False).wait()
 
     def close(self) -> None:
@@ -479,7 +480,8 @@ class Engine:
         the background when the device answers.
         """
         self._shutdown.close()
-        if self._shutdown.work is not None:  # else closing was put off to the end of the turn under way
+        # Else closing was put off to the end of the turn under way, or this is a forked copy, which closes nothing.
+        if self._shutdown.work is not None:
             self._finalizer.detach()
 
     def __enter__(self) -> Engine:

@@ -146,7 +146,7 @@ class Speculation:
         self._rows: StepRows | None = None  # of the expected step
         self._images: Arena | None = None  # memory of all images
         self._image_offsets: dict[int, int] = {}  # of each subgroup's image in `_images`, in bytes
-        # Subgroups for which images were last allocated; those that memory did not suffice for have no offset.
+        # Subgroups for which images were last wanted; those that memory did not suffice for have no offset.
         self._image_candidates: frozenset[int] = frozenset()
         self._sources: dict[int, _Source] = {}  # of the speculative versions, by subgroup
         self._without_slot: set[int] = set()  # parameters whose gradients lie outside slots
@@ -165,7 +165,8 @@ class Speculation:
         Return whether a pass begins with it, so that the caller has to call `foresee`.
         """
         self._is_last_pass = is_last_pass
-        # A pass begins with the first gradient since the last step, and each time that the same one comes again.
+        # A pass begins with the first gradient after a step has begun, or after `drop_arrivals`, and each time that
+        # the same one comes again.
         is_first = self._first_position in (None, position)
         begins_pass = self.is_on and self._may_foresee and is_first
         if begins_pass:
@@ -322,7 +323,8 @@ class Speculation:
         # A fresh subgroup has no live version on storage, beside which a speculative one could be made.
         if not parts.plan.may_speculate(number) or parts.machine.is_fresh(number):
             return False
-        return not parts.plan.layout.begins_within_block(subgroup)  # of a part of a block no fingerprint is made
+        # The kernel makes fingerprints only of segments that begin with a whole block of elements that share scales.
+        return not parts.plan.layout.begins_within_block(subgroup)
 
     def open_and_admit(self) -> None:
         """Open the next step's sweep unless it is open, and admit queued subgroups whose gradients have landed."""
@@ -423,7 +425,7 @@ class Speculation:
         self.confirmed_bytes = 0
         self.revoked_bytes = self._revoked_bytes  # for other requests, since the last step
         self._revoked_bytes = 0
-        if not machine.is_open or machine.broken is not None:  # then no version is left
+        if not machine.is_open or machine.broken is not None:  # then there is no version, or none is confirmed
             return ()
         versions = machine.speculative_versions
         confirmed = tuple(self._unchanged([subgroup for subgroup in versions if subgroup in subgroups]))
@@ -448,10 +450,13 @@ class Speculation:
 
         Once versions have been revoked since the last step, the next such request leaves the sweep closed until the
         step: else many requests would have the same state written again and again.
+
+        The caller has paused the open sweep, so that no update of it runs.
         """
         machine = self._parts.machine
         self._count_arrivals()  # first: one may say that gradients were dropped, which `_counts` shows below
         if machine.is_open:
+            # `_revoked_bytes`: if they are not 0, an earlier request since the last step has revoked versions.
             self._is_armed = self._is_armed and not self._revoked_bytes and machine.broken is None
             self._revoked_bytes += self._parts.plan.state_bytes_of(machine.speculative_versions)
             machine.handle(SealStep())  # which confirms none, and so revokes all
@@ -516,13 +521,13 @@ class Speculation:
     def end_step(self, scale: float, clip: float) -> None:
         """Note the figures of a step that has ended well, and choose what to speculate on before the next one."""
         self._figures = {metrics.CONFIRMED_BYTES: self.confirmed_bytes, metrics.REVOKED_BYTES: self.revoked_bytes}
-        if not self.is_on:  # it was switched off: no image is needed any more
+        if not self.is_on:  # it is off: no image is needed any more
             with contextlib.suppress(OffloadError):  # a GPU that has failed: the next step raises that
                 self._free_images()
             return
         self._count_pause()
         self._scale = scale
-        # Else the last step is no guide to the next one: see the class.
+        # Else the last step is no guide to the next one (see the class), or a pause is under way.
         if self._all_arrived and clip == 1 and not self._pause_left:
             self._count_arrivals()  # that came while the step went on
             self._choose_subgroups()
@@ -565,7 +570,7 @@ class Speculation:
         self._missing_gradients = {number: missing[number] for number in self._order}
         for number in self._order:
             # All its gradients may have arrived already: while the last step went on, or before a `revoke`.
-            # The first of them disarms if the step cannot be foreseen.
+            # To queue the first such subgroup disarms if the step cannot be foreseen.
             if self._is_armed and not self._missing_gradients[number]:
                 self._queue_for_admission(number)
         self._count_arrivals()  # which also sets how many posted arrivals wake this thread

@@ -293,13 +293,15 @@ class DirectoryFolder(Folder):
 
     def prepare(self) -> None:
         with raising_checkpoint_error("use", f"{self.path}/"):
+            new_directories = [each for each in (self._root, *self._root.parents) if not each.exists()]
             self._root.mkdir(parents=True, exist_ok=True)
             trial = self._root / f"{TEMPORARY}{uuid.uuid4().hex}"
             trial.write_bytes(b"")
             trial.unlink()
-            # The names of the folder and of its parent, if these were made here, have to be durable, too: a name is
-            # durable once the directory that it stands in is synced.
-            for directory in (self._root, *list(self._root.parents)[:2]):
+            # The names of directories that were made here have to be durable, too. A name is durable once the
+            # directory that it stands in is synced. Another rank may just have made the folder and its parent.
+            parents = [*self._root.parents][: max(2, len(new_directories))]
+            for directory in (self._root, *parents):
                 with contextlib.suppress(PermissionError):  # one that this user may not read was not made here
                     sync_directory(directory)
 

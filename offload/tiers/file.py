@@ -229,8 +229,8 @@ def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:
                     os.close(buffered)
                     return descriptor, True
         except OSError as cause:
-            # The first two refuse the flag. The others say that the disk is full: the page cache then takes its
-            # place, and writing a slot reports the full disk.
+            # The first two refuse the flag. The others say that the disk is full: then the page cache is used, and
+            # writing a slot reports the full disk.
             if cause.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSPC, errno.EDQUOT):
                 os.close(buffered)
                 raise

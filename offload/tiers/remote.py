@@ -261,7 +261,7 @@ class RemoteTier(Owned):
     def _undo_open(self) -> None:
         """Delete what a failed `_open` has made, and close the client."""
         self._client.limit_attempts(1)
-        if self._written:  # else nothing here is ours: a store of this name may be another session's
+        if self._written:  # else no object is known to be ours: a store of this name may be another session's
             self._remove()
         self._client.close()
 

@@ -112,7 +112,7 @@ class Store:
             self._identity = _identity(os.stat(self.directory, follow_symlinks=False))
             self._lock = hold_lock(self.directory / LOCK_NAME)
         except OSError as cause:
-            if cause.errno in (errno.ENOENT, errno.ESTALE):  # gone; on NFS the second of them
+            if cause.errno in (errno.ENOENT, errno.ESTALE):  # it is gone; NFS may say so by ESTALE
                 return False
             if cause.errno not in NO_LOCK_ERRNOS:
                 raise

@@ -332,7 +332,7 @@ class TakingTurns(Owned):
         """Return a sentence about a long wait for a turn: which process has it, and what to do."""
         # The turns are asked before the line: whoever has the line waits for a turn, too.
         holder = next((pid for lock_byte in (*self._turns, self._line) if (pid := lock_byte.holder()) is not None), 0)
-        # 0: a process of which no pid is known, or none any more since the last try.
+        # 0: a process whose pid is not known; or no process, as all has been released since the last try.
         who = f"process {holder}" if holder else "a process that cannot be seen from here (another container?)"
         story = f"waited {format_seconds(waited_s)} for a turn on path {self.path}, which {who} has"
         if holder and _is_stopped(holder):

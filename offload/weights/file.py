@@ -3,6 +3,9 @@
 Parameters stay ordinary tensors, whose memory is a mapped file (`offload.weights.mapping`). So views, ties,
 `state_dict`, versions, averages of weights and optimizers work by themselves. Hooks of the model only read ahead the
 layer that comes next, and mark memory of used layers as the first to be reclaimed.
+
+A *unit* is what is read at once, the weights that are used together: usually a layer's; outside of layers those that
+one module has itself.
 """
 
 from __future__ import annotations
@@ -121,8 +124,8 @@ class WeightsInFile:
         give_buffers(model, torch.device("cpu"))
         read_into(model, files, self.file)
         for number, modules in enumerate(modules_of_units):
-            # A unit's first module is the one that is called. The first hook comes before hooks of the user, which
-            # may use weights.
+            # A unit's first module is the one that is called. `prepend`: before hooks of the user's, which may use
+            # weights.
             self._handles += [
                 modules[0].register_forward_pre_hook(partial(self._before_forward, number), prepend=True),
                 modules[0].register_forward_hook(partial(self._after_forward, number)),
@@ -180,7 +183,8 @@ class WeightsInFile:
     def _move_weight(self, weight: nn.Parameter, offset: int) -> nn.Parameter:
         """Move a weight to the file; return it, or for one on the meta device a new parameter."""
         flat = self.file.tensor(offset, weight.numel(), weight.dtype)
-        # The weight keeps its strides (channels last, say), unless they leave gaps: the file has no room for gaps.
+        # The weight keeps its strides (channels last, say), unless its elements have gaps between them, or overlap:
+        # its place in the file is as large as its elements.
         place = flat.as_strided(weight.shape, weight.stride()) if shards.is_dense(weight) else flat.view(weight.shape)
         if weight.is_meta:
             moved: nn.Parameter = torch.Tensor._make_subclass(type(weight), place, weight.requires_grad)
@@ -210,7 +214,10 @@ class WeightsInFile:
 
     def _have_unit_in_memory(self, number: int) -> None:
         """Check that a unit's weights lie in the file, and wait until they are in memory, to be used now."""
-        if not self._units or torch.compiler.is_compiling():  # in a copy of the model, or while it is exported
+        # Nothing to do in two cases. The hooks of a copied model belong to an object without units, as its weights
+        # lie in memory (`_without_units`). And `torch.export` traces the model without its memory: `is_compiling` is
+        # true then, and not where `torch.compile` is used, which does not trace these hooks (`_disable_dynamo`).
+        if not self._units or torch.compiler.is_compiling():
             return
         for module, name, full_name in self._units[number].weights:
             _check_place(full_name, module(), name, self.file)

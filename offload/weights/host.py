@@ -127,7 +127,7 @@ class WeightsInHostMemory:
             _shard(model, modules, stays, self.device)
             self._groups = shards.fsdp_groups(model)
             layer_bytes = {group: self._move_group(group, originals) for group in self._groups}
-            # Makes the model FSDP2's root now: later it would be whichever of its modules is called first.
+            # The model becomes FSDP2's root now: later the root would be whichever of its modules is called first.
             _state_of(model)._lazy_init()
 
         self.nbytes = sum(layer_bytes.values())
@@ -180,8 +180,8 @@ class WeightsInHostMemory:
             return nbytes
         is_pinned = self._pin_if_possible(memory, places)
         for fsdp_param in fsdp_params:
-            # With True FSDP2 copies gradients asynchronously, to memory that it pins. It would also copy weights to
-            # pinned memory, but not those that are pinned already.
+            # With True FSDP2 copies gradients asynchronously, to pinned memory, but for those that it then adds to
+            # earlier ones. It would also copy weights to pinned memory, but not those that are pinned already.
             fsdp_param.pin_memory = is_pinned
         return nbytes
 
@@ -301,7 +301,8 @@ class WeightsInHostMemory:
     def _reset_if_interrupted(self, model: Any) -> None:
         """If the last pass raised, reset FSDP2, which would go on in its middle, and drop its unreduced gradients."""
         context = _state_of(model)._state_ctx
-        # Set while a forward or a backward is under way. This runs before a forward, so none is: one has raised.
+        # FSDP2 sets these two while a forward or a backward is under way. None is now, before a forward; so if one of
+        # the two is still set, a pass has raised.
         if context.iter_forward_root is None and not context.post_backward_final_callback_queued:
             return
         model.reset_iter_state()

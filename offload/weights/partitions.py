@@ -60,7 +60,7 @@ class Partitions:
     @staticmethod
     def trim_heap() -> None:
         """Give the old memory of moved tensors back to the system; glibc may keep all of it as free blocks."""
-        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others may not
         if malloc_trim is not None:
             malloc_trim(0)
 

@@ -123,7 +123,7 @@ def checked(model: nn.Module, files: Iterable[str | os.PathLike[str]]) -> Files:
     tensors = (*model.named_parameters(), *model.named_buffers())
     missing = {name: tensor for name, tensor in tensors if tensor.is_meta and tensor.numel() and tensor not in filled}
     of_state_dict = {*model.parameters(), *_persistent_buffers(model)}
-    # Nothing can give values to a buffer on the meta device that no file and no state dict has.
+    # These buffers would be zeros: no file has values for them, and no state dict that is loaded later.
     if lost := [name for name, tensor in missing.items() if tensor not in of_state_dict]:
         advice = (
             "compute them before the call, or have parameters alone on the meta device, as accelerate's "

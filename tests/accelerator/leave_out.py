@@ -36,7 +36,7 @@ UNNOTICED: dict[str, str] = {
     "parameter.grad.record_stream(torch.accelerator.current_stream(parameter.grad.device))": (
         "none of the trainings is DeepSpeed's"
     ),
-    "GpuLanes.copy_in: self.device.follow(DeviceLane.H2D, updated)": (
+    "GpuLanes.copy_in: self.device.follow(DeviceLane.H2D, last_update)": (
         "for visits that change nothing, of which a session has none on a device: the others' slots are given out "
         "again only when their copy-out has been reported, which follows the update"
     ),

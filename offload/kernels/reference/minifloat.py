@@ -105,7 +105,7 @@ def encode(
     # Below the least normal number codes are whole numbers, as far from each other as in its binade. The addition
     # brings y to that binade, where the upper bits of an fp32 are those of a code.
     z = torch.where(is_normal, y, y + least_normal).view(torch.int32).to(torch.int64)
-    # Before the lower bits are cut off, random bits or half of what they can be are added: a carry rounds up.
+    # Before the lower bits are cut off, random bits, or half of 2^cut, are added to them: a carry rounds up.
     added = (1 << cut - 1) if random is None else random
     # The least normal number has exponent 127 + mantissa_bits in an fp32, and 1 in a code; what was brought to its
     # binade has 0.
@@ -228,7 +228,7 @@ def split_master(values: torch.Tensor, random: torch.Tensor | None = None) -> tu
 def join_master(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
     """Return the fp32 values of `split_master`'s planes."""
     bits = (upper.view(torch.int16).to(torch.int64) & 0xFFFF) << 16 | lower.to(torch.int64) << 8
-    # As a signed number of 32 bits, which the cast to int32 needs.
+    # As a signed number of 32 bits, so that it lies within the range of int32.
     return torch.where(bits > 0x7FFFFFFF, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
