@@ -123,7 +123,8 @@ class Training:
         if following is not None:
             following.remove()
         self.optimizer.engine.speculate(False)
-        self.optimizer._auto = AutoOverlap()  # which lets steps go on where a model is given
+        # It lets steps go on where a model is given. Predictions are made from the optimizer's own pace.
+        self.optimizer._auto = AutoOverlap(self.optimizer._overlap.pace)
         self.iteration(tokens)
 
     def overlapped(

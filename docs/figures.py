@@ -1167,8 +1167,8 @@ COPIES = (
     "copying thread at the lowest priority; deleting old files behind. In place nothing is copied"
 )
 HANDED = (
-    "the call takes 6 to 8 ms on one rank, 26 to 36 on two (DeepSpeed's barriers and files, ours beside them), of iterations of 0.18 to "
-    "0.61 s; the rest is writing resident state beside training that leaves no core idle"
+    "the call takes 11 to 14 ms on one rank, 34 to 49 on two (DeepSpeed's barriers and files, ours beside them), of iterations of 0.19 to "
+    "0.70 s; the rest is writing resident state beside training that leaves no core idle"
 )
 AT_ITS_MEMORY = (
     "DeepSpeed took 1.72 s here, 2.19 in `deepspeed` (there 3.1 times; 3.9 at 16 tokens). 0.38 s are forward and backward; its peak "
@@ -1282,9 +1282,10 @@ WHY_MISSED = (
     ("kernel: compact", FAST_MEMORY),
     (
         "large: iteration_s",
-        "reads and writes took 11.0 and 10.3 s, 9.7 by the disk's rates just before, and updates beside backward 3.0 s, 1.1 by "
-        "themselves (`lanes` of plan and summary)",
+        "reads and writes took 22.3 and 22.2 s, 17.3 by the disk's rates just before, and updates beside backward 3.1 s, "
+        "1.4 by themselves (`lanes` of plan and summary)",
     ),
+    ("large: peak_bytes", "1.4 GB less than was predicted"),
     (
         "phases: compact8: times as fast as the serial loop, over its bound",
         "the disk never rests in a step, and moves 0.87 of what it does alone in turns around it. Tried: subgroups of a half and a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -41,6 +42,7 @@ def smoke(script: str, path: Path) -> dict[str, Any]:
     assert report["targets"]
     for target in report["targets"]:
         assert target.keys() >= {"name", "value", "target", "met"}
+        assert target["value"] is None or not math.isnan(target["value"]), target
     return report
 
 
