@@ -43,8 +43,8 @@ except ImportError as error:
 SHARDED = "DEEPSPEED", "FSDP", "MEGATRON_LM"
 """Accelerate's `distributed_type`s that shard optimizers, which is refused but for FSDP2."""
 
-FILE = "optimizer.bin"
-"""Accelerate's name for the file of the first optimizer."""
+FILE = "optimizer"
+"""Accelerate's name for the file of the first optimizer, without `.bin`."""
 
 FOLDER = "optimizer_state"
 """The optimizer's folder in what `save_state` writes; a number follows for all but the first one."""
@@ -274,7 +274,7 @@ def _before_save(
         for folder in sorted(existing_folders):
             if not os.path.isdir(folder):  # deleted since `_save_state` has listed it
                 release(ours(optimizer).engine, folder)
-        name = f"{FOLDER}_{number}" if number else FOLDER
+        name = _numbered(FOLDER, number)
         save(optimizer, os.path.join(output_dir, name))
         optimizer.pointer = pointer(ours(optimizer), name, "accelerate")
 
@@ -314,7 +314,7 @@ def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> 
     def file_of(*given: Any, **options: Any) -> str:
         """Return what Accelerate calls an optimizer's file, by `optimizer_index`, the sixth argument."""
         number = given[5] if len(given) > 5 else options.get("optimizer_index", 0)
-        return FILE if number == 0 else f"_{number}".join(os.path.splitext(FILE))
+        return f"{_numbered(FILE, number)}.bin"
 
     def save_ours(*given: Any, **options: Any) -> None:
         """Replaces `save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, optimizer_index)`."""
@@ -342,6 +342,11 @@ def _saving_fsdp_by_pointers(before_save: Callable[..., None] | None = None) -> 
         replace(undo, module, "save_fsdp_optimizer", save_ours)
         replace(undo, module, "load_fsdp_optimizer", load_ours)
         yield
+
+
+def _numbered(name: str, number: int) -> str:
+    """Return a name for one of several optimizers, as Accelerate numbers its own: the first has the bare name."""
+    return f"{name}_{number}" if number else name
 
 
 def _before_load(prepared: Iterable[Prepared], models: Any, input_dir: str) -> None:

@@ -420,17 +420,14 @@ def _path_wear(answer: Answer, endurance: int | None, steps_per_day: float | Non
         "steps_per_day" (0 if unknown), and "days" that the endurance lasts, if it and steps a day are known and
         anything is written.
     """
-    from offload.plan import Home
-
     if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
     rows = []
     for number, share in enumerate(answer.plan.path_shares(answer.rates)):
         if answer.prediction is not None:
             state_bytes = answer.prediction.lane_bytes.get(f"write:{number}", 0)
-        else:  # not simulated: a step writes all streamed state, except what stays in staging slots between steps
-            streamed_bytes = answer.plan.home_bytes[Home.STREAMED]
-            state_bytes = round(share * max(0, streamed_bytes - answer.plan.staging_bytes))
+        else:  # not simulated
+            state_bytes = round(share * answer.plan.moved_bytes)
         rank_bytes = state_bytes + round(share * answer.plan.path_gradient_bytes)
         if answer.weight_transfers is not None and number == path_of(answer.rates):
             rank_bytes += answer.weight_transfers.written_bytes

@@ -699,6 +699,11 @@ class Plan:
         if self.uses_gpu:
             rates.gpu.check_used(planned=False)
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of state that a step reads, and writes: streamed state but what is in slots, which stays there."""
+        return max(0, self.home_bytes[Home.STREAMED] - self.staging_bytes)
+
     def path_shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.path_shares`; the sum is 1.
 
@@ -706,10 +711,9 @@ class Plan:
         an even share): a path that was slow for a while is then seen to have recovered.
         """
         shares = self.budgets.path_shares(rates)
-        moved = self.home_bytes[Home.STREAMED] - self.staging_bytes  # what is in slots stays there between steps
-        if not self.budgets.follow_rates or moved <= 0:
+        if not self.budgets.follow_rates or not self.moved_bytes:
             return shares
-        least = min(MEASURABLE_BYTES / moved, 0.5 / len(shares))
+        least = min(MEASURABLE_BYTES / self.moved_bytes, 0.5 / len(shares))
         raised = [max(share, least) for share in shares]
         return tuple(share / sum(raised) for share in raised)
 
